@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(cases: Sequence[Case], outcomes: list[Outcome]) -> tuple[str, str]:
-    """Run them all; (what is left in the end, what was watched). Raises Interrupted when everything is taken down."""
+    """Run all cases; return (leaks, summary of watched processes). Raises Interrupted once all is taken down."""
     listen()
     with bench() as there:
         listen()

@@ -1,4 +1,4 @@
-"""What all cases of a run share: a cluster that can lose nodes, a store, keys, folders."""
+"""The parts that all cases of a run share: a cluster that can lose nodes, a store, keys and folders."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Bench:
-    """See above; `bench()` makes one."""
+    """The shared parts of a run. Make one with `bench()`."""
 
     def __init__(self, longshore: LosableNodes, server: EmbeddedS3, folder: Path, credentials: CredentialsFile) -> None:
         self.longshore, self.server, self.folder, self.credentials = longshore, server, folder, credentials

@@ -97,7 +97,7 @@ class Case:
 
     @property
     def own_cluster(self) -> bool:
-        """Whether it needs agents and arenas that no case had before, and none can have after it."""
+        """Return whether the case needs agents and arenas that no other case uses."""
         return bool(self.disk) or self.other_version
 
     def __str__(self) -> str:

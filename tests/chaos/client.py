@@ -1,4 +1,4 @@
-"""Another client of the cluster: loads what it is told, says so by lines, and waits to be killed.
+"""Another client of the cluster: loads as ordered, prints a line for each load, and waits to be killed.
 
 python -m tests.chaos.client '{"uri": ..., "options": {...}, "keys": [access key, secret] or null}'
 

@@ -19,9 +19,9 @@ ANSWER_S = 5.0  # a worker that is stopped does not answer
 
 
 class EarlyReader:
-    """With digests, whatever a rank hands out at whatever moment is what the published files have.
+    """Checks that tensors read at any moment match the published files. The files need digests.
 
-    Past the client, who has no model before all ranks are ready: a rank is done before the others are.
+    It asks ranks directly, since the client has no model before all ranks are ready.
     """
 
     def __init__(self, longshore: LosableNodes, case: Case, folder: Path) -> None:
@@ -42,7 +42,7 @@ class EarlyReader:
         self.end()
 
     def end(self) -> None:
-        """Nobody is asked any more when this returns. Idempotent."""
+        """Stop reading; no rank is asked after this returns. Idempotent."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run where it waits, never in the middle of something: all of it is taken down in order."""
+"""SIGINT and SIGTERM end a run only where it waits, so that everything is taken down cleanly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the faults of a case justify: which errors, and how many bytes fetched again. Pure."""
+"""Judges which errors the faults of a case justify, and how many bytes may be fetched again. Pure."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ STAYING_ERRORS = {
     "replaced the object": ("ChunkFailed ObjectChanged", "IntegrityError", "ObjectChanged"),
     "changed the manifest": ("BadSignature",),
 }
-# What a client hears of a load that somebody gave up.
+# Errors that a client may get for an abandoned load.
 GIVEN_UP_ERRORS = {"released": ("LoadCancelled",), "timed out": ("LoadTimeout",), "cancelled": ("cancelled",)}
 
 
 def justifies(case: Case, error: str) -> bool:
-    """Whether this error (its class, and its cause when it has one) may end a load under these faults."""
+    """Return whether this error (its class and, if any, its cause) may end a load under these faults."""
     if case.staying and error in STAYING_ERRORS[case.staying]:
         return True
     if case.given_up and error in GIVEN_UP_ERRORS[case.given_up]:
@@ -56,12 +56,12 @@ def justifies(case: Case, error: str) -> bool:
     if error == "NodeLost":
         return not case.replaced and any(strike.who == "node" for strike in case.strikes)
     early = any(strike.who == "coordinator" and strike.at < 0 for strike in case.strikes)
-    # Who knows of a load: the coordinator alone until agents were told, then the agents too.
+    # The coordinator alone knows a load until it has notified the agents.
     return error == "ClusterLost" and (early or {"coordinator", "agent"} <= killed)
 
 
 def wasted_bytes(struck: Iterable[tuple[Asked, Fault]], chunk_bytes: int) -> int:
-    """Bytes that have left the store for nothing because of faults of single answers, at most.
+    """Return the most bytes that faults of single answers may have wasted.
 
     Answers that broke off are none of them: the read goes on where it was. What was damaged is fetched again whole,
     and of an answer that was refused by its head, reset or given up for its slowness all of it may have been sent.
@@ -76,7 +76,7 @@ def wasted_bytes(struck: Iterable[tuple[Asked, Fault]], chunk_bytes: int) -> int
 
 
 def kind_of(fault: Fault) -> str:
-    """Which of `PASSING` and `DAMAGING` it is; "" for none."""
+    """Return which kind of `PASSING` or `DAMAGING` this fault is; "" for neither."""
     match fault:
         case Refuse(status=status):
             return str(status)
@@ -111,6 +111,6 @@ def in_flight_bytes(
 
 
 def bytes_again(report: LoadReport, chunk_bytes: int) -> int:
-    """What a load has fetched twice by its own account: hedges, and leases that ended before their reads."""
+    """Return the bytes that the report counts twice: hedges, and leases that ended before their reads."""
     ended = sum(report.retries.get(cause, 0) for cause in ("lease_expired", "worker_died"))
     return (report.hedges + ended) * chunk_bytes

@@ -1,4 +1,4 @@
-"""What is left when nothing uses it any more: models, slots, actors, shared memory, files, threads, open files."""
+"""Checks for leaks after a case: models, slots, actors, shared memory, files, threads and open files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Leaks:
 
     @property
     def watched(self) -> str:
-        """What was seen of processes, in a line."""
+        """Summarise the observed processes in a line."""
         long_lived = [counts for counts in self._seen.values() if len(counts) > FIRST_CASES]
         if not long_lived:
             return f"{len(self._seen)} processes watched, none of them for long"
@@ -110,7 +110,7 @@ class Leaks:
 
 
 def stopped_processes() -> list[str]:
-    """Descendants of this process that somebody stopped and nobody woke."""
+    """Return descendants of this process that are still stopped."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""The calls of a case: loads that may be given up, and those of another client, which is killed."""
+"""The calls of a case: loads that may be abandoned, and those of another client, which is killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.chaos.strikes import Strikes
 from tests.support.ray_clusters import REPOSITORY
 
 LOAD_TIMEOUT_S = 120.0  # a load that has not ended by then hangs
-GIVE_UP_TIMEOUT_S = 30.0  # and so does a call that returns later than so long after it was given up
+GIVE_UP_TIMEOUT_S = 30.0  # and so does a call that returns later than this after it was abandoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Running:
     wrong: list[str] = field(default_factory=list)  # what must not happen, and did
 
     def options(self, number: int = 0) -> dict[str, Any]:
-        """Of a load that nobody ends early."""
+        """Return the options of a load that nobody ends early."""
         case, bench = self.case, self.bench
         credentials = None if case.renewals else bench.server.credentials()
         there = bench.options(case, self.proxy.endpoint_url, case.layouts[number])
@@ -132,7 +132,7 @@ def _process(running: Running, said: dict[str, Any]) -> Iterator[subprocess.Pope
 
 
 def wait_for_end(process: subprocess.Popen[str]) -> None:
-    """Until the client is dead; one that was not killed in time is killed when it has its model."""
+    """Wait until the client is dead. Kill it once it has its model, if it still runs then."""
     for line in process.stdout or ():
         if line.strip() == "ready":
             process.kill()

@@ -21,7 +21,7 @@ class ChaosProxy(FaultProxy):
         super().__init__(upstream_url)
 
     def require(self, token: str) -> None:
-        """From here on reads must be signed with this session token."""
+        """Require this session token on all reads from now on."""
         self._token = token
 
     def forget(self) -> None:
@@ -40,7 +40,7 @@ class ChaosProxy(FaultProxy):
 
 
 class CredentialsFile:
-    """Where all processes of the nodes find the keys of the store; each `renew` gives them another session token."""
+    """The file from which all processes read the store's keys. Each `renew` writes another session token."""
 
     def __init__(self, path: Path, server: EmbeddedS3) -> None:
         self.path, self._server = path, server

@@ -43,7 +43,7 @@ KEPT_S = 1.0  # a disk tier that has written nothing for so long is done
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a case ended."""
+    """The outcome of a case."""
 
     case: Case
     kind: str
@@ -126,7 +126,7 @@ class CaseRunner:
             return kind, said, extra_bytes, _struck(running, script)
 
     def _judge(self, running: Running, loads: Sequence[Future[cluster.LoadedModel | str]]) -> tuple[str, str, int]:
-        """(kind, what was said, extra bytes): the worst of the loads; all are released."""
+        """Return (kind, message, extra bytes) of the worst load, and release all loads."""
         case, proxy, strikes = running.case, running.proxy, running.strikes
         verdicts: list[tuple[str, str]] = []
         needed_bytes: dict[str, int] = {}  # by node: what two loads of a node need leaves the store once
@@ -227,7 +227,7 @@ class CaseRunner:
 
 
 def _wait_until_kept(disk: Path, chunks: int) -> None:
-    """Until the folder has so many, or gets no more: a chunk that is evicted before its turn is not kept."""
+    """Wait until the folder has so many chunks, or gets no more: chunks evicted before their turn are not kept."""
     kept, since_s = -1, time.monotonic()
     while kept < chunks and time.monotonic() < since_s + KEPT_S:
         now = len(list(disk.glob("*/*.chunk")))

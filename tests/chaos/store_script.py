@@ -1,4 +1,4 @@
-"""When the store of a case fails, and how."""
+"""Scripts the failures of a case's store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.fault_proxy import Asked, Before, Fault, Flip, Refuse, Script
 
 
 class StoreScript:
-    """What befalls reads of a case whose two shards have `size_bytes` together; `replace` puts other objects there.
+    """The faults of a case's reads; its two shards have `size_bytes` together. `replace` swaps the objects.
 
     `stayed`: how often the fault that stays has struck.
     """

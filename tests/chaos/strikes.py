@@ -1,4 +1,4 @@
-"""What befalls a running load from outside its store, each at its byte of the load or its second after the call."""
+"""Strikes a running load outside its store, each at a byte of the load or at a second after the call."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Strikes:
                 self._after(-strike.at, partial(self._strike, strike))
 
     def end(self) -> None:
-        """No more strikes; those who were stopped are woken at their time, and other nodes come."""
+        """End the strikes. Stopped processes continue at their time, and lost nodes are replaced."""
         self._over.set()
 
     def close(self) -> None:
-        """Nothing of it is left: nobody stopped, as many nodes as before."""
+        """Undo the strikes: continue stopped processes and restore the number of nodes."""
         self.end()
         for thread in self._threads:
             thread.join()
@@ -78,7 +78,7 @@ class Strikes:
             self._bring_nodes()
 
     def attend(self, future: Future[Answer], timeout_s: float) -> Answer:
-        """What the future brings; meanwhile nodes come for those that are lost. Raises TimeoutError, and as it does.
+        """Return the future's result and replace lost nodes meanwhile. Raises TimeoutError, or the future's error.
 
         By the main thread only: Ray starts nodes nowhere else.
         """
@@ -105,7 +105,7 @@ class Strikes:
         timer.start()
 
     def _apart(self, work: Callable[[], object]) -> None:
-        """What takes longer than a connection of the proxy should stand still."""
+        """Run slow work in a thread, so that no connection of the proxy waits for it."""
         thread = threading.Thread(target=work, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -164,7 +164,7 @@ class Strikes:
             self.struck[f"host {self._case.host}"] += 1
 
     def _renew(self) -> None:
-        """The file first: who is refused finds other credentials there."""
+        """Write the file first: a refused process finds the new credentials there."""
         if not self._over.is_set():
             self._proxy.require(self._credentials.renew())
 

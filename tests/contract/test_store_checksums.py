@@ -1,4 +1,4 @@
-"""What real servers say of their objects' bytes, as a load without a manifest learns it.
+"""A load without a manifest learns objects' checksums from real servers.
 
 rclone keeps the checksum that came with a PUT, Ceph none but the ETag, ministack composite ones and the parts.
 """
@@ -116,7 +116,7 @@ def _found(checksum: StoreChecksum, data: bytes, chunk_bytes: int) -> bytes | No
 
 
 @pytest.mark.parametrize("algorithm", ["CRC64NVME", "CRC32C", "CRC32", "SHA256", ""])
-def test_an_object_in_one_piece(server: Server, algorithm: str) -> None:
+def test_checksums_of_an_object_in_one_piece(server: Server, algorithm: str) -> None:
     key, extra = f"one-{algorithm}", {"ChecksumAlgorithm": algorithm} if algorithm else {}
     with closing(s3_client(server)) as client:
         client.put_object(Bucket=BUCKET, Key=key, Body=DATA, **extra)
@@ -141,7 +141,7 @@ def test_an_object_in_one_piece(server: Server, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["CRC32C", ""])
-def test_an_object_in_parts(server: Server, algorithm: str) -> None:
+def test_checksums_of_an_object_in_parts(server: Server, algorithm: str) -> None:
     key, extra = f"parts-{algorithm}", {"ChecksumAlgorithm": algorithm} if algorithm else {}
     bodies = [bytes([number]) * size for number, size in enumerate(PART_SIZES)]
     with closing(s3_client(server)) as client:
@@ -168,7 +168,7 @@ def test_an_object_in_parts(server: Server, algorithm: str) -> None:
         assert asked.reason == (NOT_COMBINABLE if isinstance(server, EmbeddedS3) else NO_CHECKSUM)
 
 
-def test_parts_of_another_version_say_nothing(ministack: MinistackServer) -> None:
+def test_parts_of_another_version_are_ignored(ministack: MinistackServer) -> None:
     with closing(s3_client(ministack)) as client:
         key = "versions"
         if BUCKET not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
@@ -183,5 +183,5 @@ def test_parts_of_another_version_say_nothing(ministack: MinistackServer) -> Non
     ("sizes", "object_bytes", "ends"),
     [((5, 6, 1), 12, (5, 11, 12)), ((), 0, ()), ((5, 6), 12, ()), ((5, 0, 7), 12, ()), ((5, -1, 8), 12, ())],
 )
-def test_ends_of_parts(sizes: tuple[int, ...], object_bytes: int, ends: tuple[int, ...]) -> None:
+def test_part_sizes_give_the_ends_of_parts(sizes: tuple[int, ...], object_bytes: int, ends: tuple[int, ...]) -> None:
     assert ends_of_parts(sizes, object_bytes) == ends

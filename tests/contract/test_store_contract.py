@@ -42,7 +42,7 @@ ODD_KEYS = [
 
 @dataclass
 class Case:
-    """A store under test, and how to change what is in it from outside where the store itself cannot."""
+    """A store under test, with a way to change its objects from outside."""
 
     name: str
     store: ObjectStore
@@ -166,7 +166,7 @@ def test_ranges_are_exact(case: Case) -> None:
     assert case.store.read_into("a/x.bin", ByteRange(5, 5), memoryview(bytearray()), etag=etag) == etag
 
 
-def test_stat_says_size_and_version(case: Case) -> None:
+def test_stat_returns_size_and_version(case: Case) -> None:
     case.write("one", b"12345")
     info = case.store.stat("one")
     assert (info.key, info.size_bytes) == ("one", 5)
@@ -175,14 +175,14 @@ def test_stat_says_size_and_version(case: Case) -> None:
     assert case.store.stat("one").etag == info.etag
 
 
-def test_buffer_of_another_size_is_a_mistake(case: Case) -> None:
+def test_a_buffer_of_another_size_is_refused(case: Case) -> None:
     case.write("one", b"12345")
     with pytest.raises(ValueError, match="buffer has 3 bytes"):
         case.store.read_into("one", ByteRange(0, 4), memoryview(bytearray(3)))
 
 
 @pytest.mark.parametrize(("start", "end"), [(90, 101), (100, 110), (5000, 5001)])
-def test_past_the_end(case: Case, start: int, end: int) -> None:
+def test_reads_past_the_end_are_range_errors(case: Case, start: int, end: int) -> None:
     case.write("one", _data(100))
     with pytest.raises(RangeMismatch):
         read_bytes(case.store, "one", ByteRange(start, end))
@@ -197,7 +197,7 @@ def test_another_version_is_refused(case: Case) -> None:
 
 
 @pytest.mark.parametrize("size", [20, 100, 300])
-def test_replaced_between_reads(case: Case, size: int) -> None:
+def test_an_object_replaced_between_reads_is_noticed(case: Case, size: int) -> None:
     case.write("one", _data(100))
     etag = case.store.stat("one").etag
     assert read_bytes(case.store, "one", ByteRange(40, 60), etag=etag) == _data(100)[40:60]
@@ -207,7 +207,7 @@ def test_replaced_between_reads(case: Case, size: int) -> None:
     assert read_bytes(case.store, "one", ByteRange(0, 20)) == _data(size, seed=7)[:20]
 
 
-def test_missing_key(case: Case) -> None:
+def test_a_missing_key_is_a_typed_error(case: Case) -> None:
     case.write("there", b"1")
     for ask in (
         lambda: case.store.stat("not-there"),
@@ -264,7 +264,7 @@ def test_reads_from_many_threads(case: Case) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5, 1, 4000, 20_000), (1, 0, 1, 65_536, 3), (3_000_000, 1)])
-def test_parts_are_filled_in_order_and_seen_when_they_are_full(case: Case, sizes: tuple[int, ...]) -> None:
+def test_parts_are_filled_in_order_and_then_passed_on(case: Case, sizes: tuple[int, ...]) -> None:
     data = os.urandom(sum(sizes) + 17)
     case.write("big", data)
     parts = [memoryview(bytearray(size)) for size in sizes]
@@ -282,7 +282,7 @@ def test_parts_are_filled_in_order_and_seen_when_they_are_full(case: Case, sizes
         read_pieces(case.store, "big", ByteRange(0, sum(sizes) + 1), parts)
 
 
-def test_an_error_of_whoever_sees_the_pieces_comes_out(case: Case) -> None:
+def test_an_error_of_the_callback_is_raised(case: Case) -> None:
     """... and the next read is not answered by what was left on the connection."""
     data = os.urandom(100_000)
     case.write("big", data)
@@ -358,7 +358,7 @@ def s3_server(request: pytest.FixtureRequest) -> S3Server:
 
 @pytest.mark.slow
 class TestS3Refusals:
-    """What only a server with buckets and keys can refuse."""
+    """Refusals that only a server with buckets and keys can give."""
 
     def _asks(self, store: ObjectStore) -> list[Callable[[], object]]:
         return [
@@ -374,7 +374,7 @@ class TestS3Refusals:
             with pytest.raises(ObjectNotFound, match="no such bucket"):
                 ask()
 
-    def test_wrong_secret_and_unknown_key(self, s3_server: S3Server) -> None:
+    def test_a_wrong_secret_and_an_unknown_key_are_refused(self, s3_server: S3Server) -> None:
         case = _s3_case("denied", s3_server)
         for credentials in (
             Credentials(s3_server.access_key_id, "wrong-secret-key-0123"),

@@ -59,7 +59,7 @@ def runner() -> Iterator[CaseRunner]:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_a_load_under_faults_is_exact_or_rightly_refused_and_leaves_nothing(runner: CaseRunner, name: str) -> None:
+def test_loads_under_faults_are_exact_or_end_justified(runner: CaseRunner, name: str) -> None:
     case = CASES[name]
     outcome = runner.run(case)
     assert outcome.kind in (EXACT, REFUSED), f"{outcome.said}: {outcome.case}"
@@ -115,7 +115,7 @@ def test_cases_with_the_same_settings_come_one_after_another(numbers: list[int])
     assert changes <= max(0, len(set(settings_of)) - 1)
 
 
-def test_what_breaks_off_is_no_excuse_for_bytes_fetched_again() -> None:
+def test_interrupted_reads_justify_no_bytes_fetched_again() -> None:
     """Reads go on where they were; only what was damaged, refused by its head or lost with its process counts."""
     asked = Asked("/bucket/key", 100, 1100, 1, 1)
     free = (Refuse(500), Drop(), Delay(0.1), Cut(10), Stall(10))
@@ -127,7 +127,7 @@ def test_what_breaks_off_is_no_excuse_for_bytes_fetched_again() -> None:
     assert in_flight_bytes(PLAIN, {"agent killed": 2}, 2, 100, 500) == 1000  # all that its ranks were about to read
 
 
-def test_the_table_counts_a_load_in_the_row_of_each_fault_that_struck_it() -> None:
+def test_the_table_counts_a_load_under_each_fault_it_had() -> None:
     case = make_case(100006)
     struck = Counter({"agent killed": 1, "store: 500": 7})
     text = table([Outcome(case, EXACT, "", 1.0, 0, struck), Outcome(case, HUNG, "", 9.0, 0, struck)])

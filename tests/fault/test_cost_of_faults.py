@@ -1,4 +1,4 @@
-"""What a fault costs in bytes out of the store: what was on its way, and nothing that had arrived."""
+"""A fault costs only the bytes in flight, never bytes that had arrived."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HalfwayProxy(GatedProxy):
         return sum(size for path, size in self.bytes_by_path().items() if path.endswith(".safetensors"))
 
 
-def test_a_worker_killed_half_way_costs_what_it_was_reading(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_killed_worker_costs_only_its_reads_in_flight(longshore: Longshore, llama: StoredModel) -> None:
     # What stands still must not be asked for again, however long the other rank takes to come up.
     patience = dict.fromkeys(("read_timeout_s", "lease_deadline_s", "stuck_after_s"), PATIENCE_S)
     longshore.configure(empty=True, fetch_threads=REQUESTS, **patience)
@@ -51,7 +51,7 @@ def test_a_worker_killed_half_way_costs_what_it_was_reading(longshore: Longshore
     with ThreadPoolExecutor(1) as pool, HalfwayProxy(llama.server.endpoint_url, half_bytes) as proxy:
         half = HalfLoad(longshore, llama, proxy, pool)
         loading = half.begin(tensor_parallel_size=2)
-        time.sleep(SETTLED_S)  # what had arrived has been told to the agent by then
+        time.sleep(SETTLED_S)  # the agent has received the reports of finished chunks by then
         victim = half.readers()[-1]
         longshore.kill(victim)
         replacement = victim.removesuffix("-0") + "-1"

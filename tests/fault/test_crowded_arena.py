@@ -38,10 +38,10 @@ def one_node(longshore: Longshore) -> Iterator[Any]:
     [(1, signal.SIGKILL), (1, signal.SIGSTOP), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
     ids=["queued-killed", "queued-stopped", "beside-each-other-killed", "beside-each-other-stopped"],
 )
-def test_a_rank_that_dies_or_stops_holds_nobody_up(
+def test_a_rank_that_dies_or_stops_blocks_no_other(
     longshore: Longshore, llama: StoredModel, one_node: Any, strike: int, loads: int
 ) -> None:
-    """`loads`: so many have their minimum at once."""
+    """`loads`: the number of loads that have their minimum at once."""
     longshore.configure(empty=True, arena_bytes=loads * min_slots(2) * MIB, stuck_after_s=8)
     layouts = [(2, 1), (1, 2)]  # the same chunks: one load waits for what the other fetches
     with ThreadPoolExecutor(2) as pool, GatedProxy(llama.server.endpoint_url, ranges=6) as proxy:

@@ -89,7 +89,9 @@ def wait_for(folder: Path, chunks: int) -> None:
     )
 
 
-def test_what_is_left_of_a_cluster_that_was_killed(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
+def test_a_killed_cluster_leaves_a_usable_disk_and_no_arena(
+    longshore: Longshore, llama: StoredModel, tmp_path: Path
+) -> None:
     folder = tmp_path / SUBFOLDER
     disk = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": DISK_BYTES}
     with (

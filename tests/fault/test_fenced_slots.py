@@ -83,7 +83,7 @@ def process_of(child) -> ProcessId:
     return found
 
 
-def test_a_writer_stopped_past_its_deadline_scribbles_only_its_quarantined_slot(path):
+def test_a_late_writer_changes_only_its_quarantined_slot(path):
     with Arena.create(path, slot_count=2, slot_bytes=SLOT) as arena:
         arena.reserve()
         cache = ChunkCache(2, journal=arena)
@@ -148,7 +148,7 @@ def test_a_writer_killed_in_mid_write_leaves_nothing_visible(path):
         assert cache.lease(A, ProcessId.current(), deadline_s=20)
 
 
-def test_a_killed_agents_successor_keeps_what_was_committed_and_fences_what_was_leased(path):
+def test_a_new_agent_keeps_committed_and_fences_leased_slots(path):
     me = ProcessId.current()
     agent = start_python(AGENT, path, str(me.pid), str(me.start_time))
     try:

@@ -18,12 +18,12 @@ AT = 3_000_000
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_flipped_byte(
+def test_a_flipped_byte_is_found_by_its_digest(
     longshore: Longshore, llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel], tp: int
 ) -> None:
     longshore.configure(empty=True)
     damaged = copy_of(llama)
-    # The object keeps its size, ETag and date: only the digest can tell.
+    # The object keeps its size, ETag and date, so only the digest changes.
     with (damaged.in_bucket / SHARD).open("r+b") as file:
         file.seek(AT)
         byte = file.read(1)[0]

@@ -1,4 +1,4 @@
-"""One connection far slower than its peers, over real Ray: a second request brings its chunk, and the first lets go."""
+"""One connection is far slower than its peers, over real Ray. A second request brings its chunk; the first ends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
 pytestmark = pytest.mark.slow
 
 NEVER_S = 10_000.0
-LATE = 12  # from this request for weights on one hangs: others have told how long one takes
+LATE = 12  # this request for weights hangs; earlier ones gave the usual duration
 RANKS = 2
 
 
 @pytest.mark.parametrize("fault", [Stall(CHUNK_BYTES // 2), Trickle(50.0)], ids=["stalled", "trickling"])
-def test_a_second_request_wins_and_the_slot_of_the_first_comes_back(
+def test_the_slot_of_a_hedged_request_that_lost_is_freed(
     longshore: Longshore, llama: StoredModel, fault: Fault
 ) -> None:
-    """Nothing else would end it: neither a deadline nor a timeout comes in this test."""
+    """No deadline or timeout ends the first request in this test."""
     waits = dict.fromkeys(("read_timeout_s", "lease_deadline_s", "stuck_after_s"), NEVER_S)
     longshore.configure(empty=True, fetch_threads=4, hedge_factor=2.0, hedge_after_s=2.0, **waits)
 

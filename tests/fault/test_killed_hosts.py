@@ -84,7 +84,7 @@ def held_by(longshore: Longshore, process: subprocess.Popen[str]) -> list[SlotHo
 
 
 @pytest.mark.parametrize("state", ["begun", "loading", "to be ended", "loaded"])
-def test_the_share_ends_with_its_process(longshore: Longshore, llama: StoredModel, state: str) -> None:
+def test_a_node_share_ends_with_its_process(longshore: Longshore, llama: StoredModel, state: str) -> None:
     longshore.configure(empty=True, idle_agent_s=1.0, **SMALLEST)
     with GatedProxy(llama.server.endpoint_url, ranges=4) as proxy:
         if state != "loading":
@@ -121,7 +121,7 @@ def test_a_process_that_waits_for_slots(longshore: Longshore, llama: StoredModel
             assert int(line(other)) > 1
 
 
-def test_a_wait_for_slots_ends_and_says_who_has_them(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_wait_for_slots_ends_and_names_their_holders(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(empty=True, slots_wait_s=1.0, **SMALLEST)
     with (
         GatedProxy(llama.server.endpoint_url, ranges=4) as proxy,
@@ -139,7 +139,7 @@ def test_a_wait_for_slots_ends_and_says_who_has_them(longshore: Longshore, llama
 
 
 def test_a_process_lives_on_without_its_first_thread(longshore: Longshore, llama: StoredModel) -> None:
-    """What it still writes goes to slots that are its own."""
+    """The process keeps the slots that it still writes to."""
     longshore.configure(empty=True, **SMALLEST)
     with (
         GatedProxy(llama.server.endpoint_url, ranges=4) as proxy,

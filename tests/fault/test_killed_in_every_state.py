@@ -127,7 +127,7 @@ def kill_agents(case: Case) -> None:
 
 
 def kill_worker(case: Case) -> None:
-    """That of rank 0, which may come up after that of rank 1."""
+    """Kill the worker of rank 0, which may start after that of rank 1."""
 
     def first() -> str | None:
         return next((name for name in case.longshore.living_workers() if name.endswith("-0-0")), None)
@@ -174,7 +174,7 @@ def test_every_state_that_can_be_left_is_tried() -> None:
     [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.long) for pair in STRIKES],
     ids=lambda part: getattr(part, "value", None) or part.__name__,
 )
-def test_a_kill_is_made_good(case: Case, kill: Callable[[Case], None], state: LoadState) -> None:
+def test_a_load_recovers_from_a_kill_in_this_state(case: Case, kill: Callable[[Case], None], state: LoadState) -> None:
     longshore = case.longshore
     STATES[state](case)
     workers = longshore.living_workers()

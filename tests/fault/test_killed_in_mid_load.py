@@ -85,8 +85,8 @@ def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Long
     longshore.assert_nothing_left()
 
 
-def test_agent_and_coordinator_killed_together_leave_no_worker_for_ever(longshore: Longshore, half: HalfLoad) -> None:
-    """Nobody is left who knows the model: its workers are found by their names, and ended."""
+def test_workers_end_when_agent_and_coordinator_are_killed(longshore: Longshore, half: HalfLoad) -> None:
+    """No process knows the model any more: its workers are found by their names and ended."""
     longshore.configure(empty=True, orphan_after_s=6)
     half.proxy.open()
     model = cluster.load(half.stored.uri, tensor_parallel_size=2, device="cpu", keep=True, **half.stored.options)
@@ -106,7 +106,7 @@ def test_a_rank_lost_after_ready_is_filled_again(longshore: Longshore, half: Hal
         longshore.kill(lost)
         with pytest.raises(cluster.RankLost):  # this worker is dead, or its place not filled yet
             model.call(len)
-        replacement = lost.removesuffix("-0") + "-1"  # whoever looks sooner may still be told "ready"
+        replacement = lost.removesuffix("-0") + "-1"  # an earlier status may still be "ready"
         eventually(lambda: replacement in longshore.actor_names("worker-"), "it was not replaced")
         eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready again")
         assert half.is_exact(model, 2)

@@ -1,4 +1,4 @@
-"""The head of the Ray cluster is killed: with GCS fault tolerance loads go on; without it clients hear it in time."""
+"""The head of the Ray cluster is killed. With GCS fault tolerance loads go on; without it clients get an error."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def arguments(model: StoredModel, proxy: CountingProxy, *, grouped: bool = True)
 
 
 def loaded(client: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a client of LOAD said, when every slice of every rank was the right one."""
+    """Return what a client of LOAD printed. Every slice of every rank must be right."""
     result: dict[str, Any] = json.loads(said(client, "LOADED "))
     assert result["different"] == [[], []]
     return result
@@ -121,9 +121,7 @@ def test_with_gcs_fault_tolerance_a_load_goes_on(llama: StoredModel) -> None:
         assert nodes[kept["node"]]["refetched_chunks"] == 0
 
 
-def test_without_it_clients_hear_of_the_loss_and_the_next_cluster_reads_the_disk(
-    llama: StoredModel, tmp_path: Path
-) -> None:
+def test_without_gcs_recovery_loads_fail_and_the_disk_is_reused(llama: StoredModel, tmp_path: Path) -> None:
     disk = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": 1 << 28}
     with HeadCluster(**variables({**TEST_SETTINGS, **disk})) as there:
         with GatedProxy(llama.server.endpoint_url, ranges=0) as proxy:

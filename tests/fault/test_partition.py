@@ -1,4 +1,4 @@
-"""A host is cut off from the network in mid-load and comes back: what it says late changes nothing.
+"""A host is cut off from the network in mid-load and comes back. Its late messages change nothing.
 
 Head, store and client are on this machine; two hosts have networks, /dev/shm and /tmp of their own. Nobody is told of
 a cut: packets are lost, connections stay open, and what waits in them arrives when the link is back.
@@ -59,7 +59,7 @@ _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 
 
 def why_not() -> str:
-    """What keeps this process from making hosts; empty when nothing does."""
+    """Return what keeps this process from making hosts; empty when nothing does."""
     if os.geteuid() != 0:
         return "hosts of their own need root"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -110,7 +110,7 @@ class Host:
     # -- its link ----------------------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Nothing passes any more; connections stay open, and their ends learn nothing."""
+        """Drop all packets. Connections stay open, and their ends do not notice."""
         _ip("link", "set", self._port, "down")
 
     def heal(self) -> None:
@@ -120,7 +120,7 @@ class Host:
     # -- what runs and lies there ------------------------------------------------------------------------------
 
     def run(self, command: Sequence[str]) -> str:
-        """What a command says that runs there to its end. Raises CalledProcessError."""
+        """Run a command on the host to its end and return its output. Raises CalledProcessError."""
         return subprocess.run([*self._enter(), *command], check=True, capture_output=True, text=True).stdout
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -249,7 +249,7 @@ def _addresses() -> Iterator[str]:
 
 
 def _remove_stale_bridges() -> None:
-    """Of test runs that were killed."""
+    """Remove the bridges of test runs that were killed."""
     for line in _ip("-oneline", "link", "show", "type", "bridge").splitlines():
         name = line.split()[1].rstrip(":")
         number = name.removeprefix(_BRIDGE)
@@ -265,7 +265,7 @@ SLOW_DEATH = {
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 4,
-    "gcs_rpc_server_reconnect_timeout_s": 600,  # what hears nothing of the head for so long ends itself
+    "gcs_rpc_server_reconnect_timeout_s": 600,  # a raylet without news of the head for this long ends itself
 }
 START_S = 120.0
 END_S = 60.0
@@ -317,7 +317,7 @@ class NetCluster(LosableNodes):
         return [name for name in host.shared_memory() if name.startswith(ARENA_PREFIX)]
 
     def assert_nothing_left(self) -> None:
-        """Also on the hosts: no more arenas than living agents, and no process of a node that Ray does not count."""
+        """Check the hosts too: no arena without a living agent, and no process of a node that Ray does not count."""
         super().assert_nothing_left()
         for host in self.network.hosts:
             agents = [name for name in self.actor_names("agent-") if name.endswith(self.node_on(host) or "no node")]
@@ -459,7 +459,7 @@ def frozen(process: psutil.Process) -> Iterator[None]:
 
 
 def heal_with_old_processes(cut_load: CutLoad, host: Host, old: str) -> None:
-    """The agent of the node that was given up speaks, is told so, and ends in order; it leaves no arena."""
+    """The agent of the abandoned node reports, receives its end, and stops in order. It leaves no arena."""
     net = cut_load.net
     assert len(net.ours_on(host)) == 2, "agent and worker of the old node live on"
     host.heal()
@@ -468,7 +468,7 @@ def heal_with_old_processes(cut_load: CutLoad, host: Host, old: str) -> None:
     assert old not in {node.node for node in net.status().nodes}
 
 
-def test_a_link_that_is_down_for_longer_than_a_lease(cut_load: CutLoad) -> None:
+def test_a_load_survives_a_link_down_for_longer_than_a_lease(cut_load: CutLoad) -> None:
     """Ray notices nothing. Leases on the host run out, and its rank goes on where it was."""
     net, host = cut_load.net, cut_load.net.network.hosts[0]
     node = net.node_on(host)

@@ -1,4 +1,4 @@
-"""Too little memory, for real: what does not fit is refused before a byte of it moves, and nobody is killed for it."""
+"""Really too little memory: loads that do not fit are refused before any read, and no process is killed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ENTER = 'echo $$ > "$1" && mount -t tmpfs -o "size=$2" tmpfs /dev/shm && shift 2
 
 @dataclass(frozen=True)
 class ShortMemory:
-    """See above."""
+    """A group of processes with little memory. Make one with `short_memory`."""
 
     command: tuple[str, ...]  # what to put before a command
     group: Path
 
     def killed_processes(self) -> int:
-        """By the kernel, for the limit."""
+        """Return how many processes the kernel has killed for exceeding the limit."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
                 words = dict(line.split() for line in (self.group / name).read_text().splitlines())
@@ -46,7 +46,7 @@ class ShortMemory:
         raise LookupError("the kernel does not count")
 
     def kill(self) -> None:
-        """Every process in it."""
+        """Kill every process in the group."""
         eventually(lambda: not _killed(self.group), f"{self.group} has processes in it")
 
     def used_bytes(self) -> int:
@@ -58,7 +58,7 @@ class ShortMemory:
 
 @contextlib.contextmanager
 def short_memory(*, shm_bytes: int, memory_bytes: int) -> Iterator[ShortMemory]:
-    """What is still in it at its end is killed. Skips the test where this user may not make such a thing."""
+    """Make a group with little memory and kill what is left in it. Skips the test without the rights for it."""
     probe = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /dev/shm"]
     if os.geteuid() or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("a /dev/shm of one's own takes root and mount namespaces")
@@ -87,7 +87,7 @@ def _make_group(memory_bytes: int) -> Path:
 
 
 def _killed(group: Path) -> int:
-    """How many processes were sent SIGKILL."""
+    """Send SIGKILL to the group and return the number of processes."""
     pids = (group / "cgroup.procs").read_text().split()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -114,7 +114,7 @@ LISTING = """<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.c
 <Key>half-1/model.safetensors</Key><LastModified>2026-08-01T00:00:00.000Z</LastModified><ETag>"one"</ETag>
 <Size>{size_bytes}</Size><StorageClass>STANDARD</StorageClass></Contents></ListBucketResult>"""
 
-# A cluster of its own. Tells what became of one load after the other, a line each.
+# Starts a cluster of its own and prints the result of each load, a line each.
 CLIENT = """
 import json, sys, threading, cluster, ray
 from cluster import client
@@ -159,7 +159,7 @@ sys.stdin.read()
 
 
 def header_of(size_bytes: int) -> bytes:
-    """Of a file with one tensor of that size."""
+    """Return the header of a file with one tensor of that size."""
     shape = [size_bytes // MIB, MIB]
     header = json.dumps({"w": {"dtype": "U8", "shape": shape, "data_offsets": [0, size_bytes]}}).encode()
     return len(header).to_bytes(8, "little") + header
@@ -251,7 +251,7 @@ def go_on(client: subprocess.Popen[str]) -> None:
     client.stdin.flush()
 
 
-def test_what_does_not_fit_is_refused_before_a_byte_moves(llama: StoredModel, sparse: Path) -> None:
+def test_loads_that_do_not_fit_are_refused_before_any_read(llama: StoredModel, sparse: Path) -> None:
     if available_host_bytes() < 2 * LIMIT_BYTES:
         pytest.skip("the limit must be what is tight, not the host")
     with (

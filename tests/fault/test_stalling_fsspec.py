@@ -1,4 +1,4 @@
-"""A file system of fsspec's that hangs in mid-load: nobody can end its reads, and no load waits for them."""
+"""An fsspec file system hangs in mid-load. Its reads cannot be ended, and no load waits for them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     give_up_s = time.monotonic() + 20
     while time.monotonic() < give_up_s and len(before.threads) < len(Belongings().threads):
-        time.sleep(0.01)  # until reads that were let go have come back
+        time.sleep(0.01)  # until abandoned reads have returned
     before.check()
 
 
@@ -123,7 +123,7 @@ def test_a_hedge_does_not_wait_for_the_deadline(shm_dir: Path, plan: LoadPlan) -
         stalls.go.set()
 
 
-def test_a_file_system_that_hangs_for_good_ends_in_one_typed_error(shm_dir: Path, plan: LoadPlan) -> None:
+def test_a_file_system_that_never_answers_is_a_typed_error(shm_dir: Path, plan: LoadPlan) -> None:
     stalls = Stalls(OBJECTS, lambda number: number > 3)
     settings = {"lease_deadline_s": 0.3, "chunk_attempts": 2, "fetch_attempts": 1, "stuck_after_s": NEVER_S}
     with closing(stalls.store()) as store, local_node(shm_dir, slots=40, **settings) as node:
@@ -135,7 +135,7 @@ def test_a_file_system_that_hangs_for_good_ends_in_one_typed_error(shm_dir: Path
         stalls.go.set()
 
 
-def test_what_comes_after_the_end_is_not_written() -> None:
+def test_bytes_that_arrive_after_the_end_are_not_written() -> None:
     stalls = Stalls(OBJECTS, lambda number: True)
     buffer = bytearray(10)
     with closing(stalls.store()) as store:

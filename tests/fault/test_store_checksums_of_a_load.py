@@ -1,4 +1,4 @@
-"""A model that nobody published, in a real S3 server that keeps checksums: READY says that every object has its own."""
+"""An unpublished model in a real S3 server with checksums: READY reports that every object matches its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unpublished(s3_server: EmbeddedS3, tmp_path: Path, request: pytest.FixtureRe
 
 
 def _flip(path: Path, at: int) -> None:
-    """As a disk does that rots: the file keeps its date, so the server its ETag and what it says of the bytes."""
+    """Flip a bit as a rotting disk does. The file keeps its date, so the server keeps its ETag and checksum."""
     date = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -52,9 +52,7 @@ def _flip(path: Path, at: int) -> None:
     os.utime(path, ns=(date.st_atime_ns, date.st_mtime_ns))
 
 
-def test_every_object_is_checked_and_a_flipped_byte_ends_the_load(
-    longshore: Longshore, unpublished: StoredModel
-) -> None:
+def test_objects_are_checked_and_a_flipped_byte_ends_the_load(longshore: Longshore, unpublished: StoredModel) -> None:
     longshore.configure(empty=True)
     fsdp = 2
 
@@ -76,7 +74,7 @@ def test_every_object_is_checked_and_a_flipped_byte_ends_the_load(
     (failed,) = (m for m in longshore.status().ended if m.progress.uri == unpublished.uri and m.error)
     assert failed.progress.state == "failed"
     longshore.assert_nothing_left()
-    # Mended, it loads: nothing of the damaged object was kept.
+    # Once fixed, it loads: nothing of the damaged object was kept.
     _flip(damaged, at)
     with load() as model:
         assert model.report.verified == "store:crc64nvme"

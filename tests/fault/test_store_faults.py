@@ -61,7 +61,7 @@ def stored(asked: Asked) -> bytes:
 
 
 def of_another_range(asked: Asked) -> bytes:
-    """As many bytes from elsewhere in the object."""
+    """Return as many bytes from elsewhere in the object."""
     start = asked.start + CHUNK_BYTES
     if start + asked.size_bytes > len(OBJECTS[KEY]):
         start = asked.start - CHUNK_BYTES
@@ -115,7 +115,7 @@ PASSING: dict[str, tuple[Script, str]] = {
 
 
 def again_bytes(report: NodeReport) -> int:
-    """What may leave the store a second time: a chunk for each try that failed and for each that had a rival."""
+    """Return the bytes that may leave the store twice: a chunk for each failed try and for each hedge."""
     return CHUNK_BYTES * (sum(report.retries.values()) + report.hedges)
 
 
@@ -124,7 +124,7 @@ IMPATIENTLY = ("too late", "stalled at once", "stalled in the middle", "a trickl
 
 @pytest.mark.parametrize("placement", ["via_arena", "direct"])
 @pytest.mark.parametrize("case", PASSING)
-def test_a_fault_that_passes_costs_at_most_what_was_in_flight(
+def test_a_passing_fault_costs_at_most_the_bytes_in_flight(
     shm_dir: Path, bucket: Bucket, case: str, placement: str
 ) -> None:
     script, cause = PASSING[case]
@@ -150,7 +150,7 @@ def test_a_fault_that_passes_costs_at_most_what_was_in_flight(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_many_faults_at_once(shm_dir: Path, bucket: Bucket, seed: int) -> None:
+def test_a_load_survives_many_faults_at_once(shm_dir: Path, bucket: Bucket, seed: int) -> None:
     """Every third read meets one, of any kind; several at a time."""
     plan = bucket.plan()
     with (

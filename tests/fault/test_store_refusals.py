@@ -52,7 +52,7 @@ def bucket(rclone: EmbeddedS3) -> Bucket:
 
 @pytest.fixture
 def own_bucket(rclone: EmbeddedS3, request: pytest.FixtureRequest) -> Bucket:
-    """For a test that changes what is in it."""
+    """Make a bucket for a test that changes its objects."""
     return Bucket(rclone, f"own-{abs(hash(request.node.name)) % 10**10}")
 
 
@@ -87,7 +87,7 @@ STAYING: dict[str, tuple[Script, str]] = {
 
 @pytest.mark.parametrize("case", STAYING)
 def test_a_fault_that_stays_ends_in_one_typed_error(shm_dir: Path, bucket: Bucket, case: str) -> None:
-    """And what was verified before it is not fetched again by the load that comes after."""
+    """The next load does not fetch verified chunks again."""
     script, kind = STAYING[case]
     plan = bucket.plan()
     with (
@@ -108,7 +108,7 @@ def test_a_fault_that_stays_ends_in_one_typed_error(shm_dir: Path, bucket: Bucke
         assert report.cached_chunks + report.store_chunks == report.needed_chunks == TENSORS
 
 
-def test_bytes_that_stay_wrong_are_never_placed(shm_dir: Path, bucket: Bucket) -> None:
+def test_permanently_wrong_bytes_are_never_placed(shm_dir: Path, bucket: Bucket) -> None:
     plan = bucket.plan()
     with (
         FaultProxy(bucket.server.endpoint_url, only(Flip(9), where=of_chunk)) as proxy,
@@ -128,7 +128,7 @@ def _chunk_at(plan: LoadPlan, end: int) -> int:
     return next(chunk for chunk in range(len(plan.chunks)) if plan.chunks.byte_range(chunk).end == end)
 
 
-def test_a_store_that_is_not_there(shm_dir: Path, bucket: Bucket) -> None:
+def test_an_unreachable_store_is_a_typed_error(shm_dir: Path, bucket: Bucket) -> None:
     plan = bucket.plan()
     with FaultProxy(bucket.server.endpoint_url) as proxy:
         nobody_there = proxy.endpoint_url
@@ -144,7 +144,7 @@ def test_a_store_that_is_not_there(shm_dir: Path, bucket: Bucket) -> None:
 
 @pytest.mark.parametrize("after_requests", [1, TENSORS // 2, TENSORS])
 @pytest.mark.parametrize("size", ["same", "shorter", "longer"])
-def test_an_object_replaced_in_mid_load_is_never_mixed_with_the_old_one(
+def test_an_object_replaced_in_mid_load_is_never_mixed(
     shm_dir: Path, own_bucket: Bucket, after_requests: int, size: str
 ) -> None:
     tensors = {"same": TENSORS, "shorter": TENSORS - 4, "longer": TENSORS + 1}[size]
@@ -171,7 +171,7 @@ def test_an_object_replaced_in_mid_load_is_never_mixed_with_the_old_one(
         check_exact(ranks, newer, fsdp=FSDP)
 
 
-def test_an_object_deleted_in_mid_load(shm_dir: Path, own_bucket: Bucket) -> None:
+def test_an_object_deleted_in_mid_load_is_a_typed_error(shm_dir: Path, own_bucket: Bucket) -> None:
     delete = Before(lambda: own_bucket.become(None))
     plan = own_bucket.plan()
     with (

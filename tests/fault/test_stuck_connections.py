@@ -36,14 +36,12 @@ def nothing_left_behind(rclone: EmbeddedS3) -> Iterator[None]:
 
 
 def late(asked: Asked) -> bool:
-    """One of the last chunks to be asked for, when others have told how long a fetch takes."""
+    """One of the last chunks, requested when earlier ones have shown how long a fetch takes."""
     return asked.number == TENSORS - 1
 
 
 @pytest.mark.parametrize("fault", [Stall(0), Stall(HALF), Trickle(50.0)], ids=["silent", "stalled", "trickling"])
-def test_another_fetch_brings_what_hangs_and_neither_timeout_nor_deadline_is_waited_for(
-    shm_dir: Path, bucket: Bucket, fault: Fault
-) -> None:
+def test_a_hedge_replaces_a_stuck_fetch_before_its_timeout(shm_dir: Path, bucket: Bucket, fault: Fault) -> None:
     settings = {"hedge_factor": 1.0, "hedge_after_s": 2.0, "lease_deadline_s": NEVER_S, "stuck_after_s": NEVER_S}
     with (
         FaultProxy(bucket.server.endpoint_url, only(fault, where=late)) as proxy,
@@ -64,10 +62,10 @@ def test_another_fetch_brings_what_hangs_and_neither_timeout_nor_deadline_is_wai
 @pytest.mark.parametrize(
     ("placement", "fault"), [("via_arena", Trickle(50.0)), ("via_arena", Stall(HALF)), ("direct", Trickle(50.0))]
 )
-def test_without_a_hedge_a_stuck_connection_costs_the_deadline_of_its_lease(
+def test_without_a_hedge_a_stuck_fetch_ends_at_its_deadline(
     shm_dir: Path, bucket: Bucket, placement: str, fault: Fault
 ) -> None:
-    """And not the read timeout, which a trickle would never meet: bytes do come."""
+    """The read timeout does not apply, since some bytes keep coming."""
     settings = {"lease_deadline_s": DEADLINE_S, "stuck_after_s": NEVER_S}
     asked_s: dict[int, list[float]] = defaultdict(list)  # by the end of the range
     strike = only(fault)
@@ -92,9 +90,7 @@ def test_without_a_hedge_a_stuck_connection_costs_the_deadline_of_its_lease(
 
 
 @pytest.mark.parametrize("placement", ["via_arena", "direct"])
-def test_a_connection_that_breaks_again_and_again_goes_on_from_where_it_broke(
-    shm_dir: Path, bucket: Bucket, placement: str
-) -> None:
+def test_reads_resume_where_the_connection_broke(shm_dir: Path, bucket: Bucket, placement: str) -> None:
     """More often than a chunk has tries: each brought something."""
     pieces = 4
 

@@ -1,4 +1,4 @@
-"""A store that refuses what is too much, and one that is slow: real S3 behind a proxy, ranks in threads."""
+"""A store that throttles, and a slow one: real S3 behind a proxy, ranks in threads."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def bucket(rclone: EmbeddedS3) -> str:
 
 @pytest.fixture(autouse=True)
 def processors_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever else keeps them busy is not the limit that these tests look for."""
+    """Ignore busy processors: these tests look for other limits."""
     monkeypatch.setattr(report, "FULL", 2.0)
 
 
@@ -170,7 +170,7 @@ def test_behind_a_slow_link_the_store_is_the_limit(shm_dir: Path, rclone: Embedd
 
 
 class SlowDevice(CpuDevice):
-    """Takes its time for every chunk; chunks are placed at once by who fetched them, or by a thread for that."""
+    """A device that is slow for every chunk. The fetching thread places chunks at once, or another thread does."""
 
     def __init__(self, receives: bool) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ def nothing_left_behind(rclone: EmbeddedS3) -> Iterator[None]:
 
 
 class NameService:
-    """What `socket.getaddrinfo` asks of HOST: `failing` look-ups fail, then it is this machine."""
+    """A `socket.getaddrinfo` whose first `failing` look-ups of HOST fail; then HOST is this machine."""
 
     def __init__(self, failing: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failing, self.failed = failing, 0
@@ -55,7 +55,7 @@ def url(bucket: Bucket) -> str:
     return bucket.server.endpoint_url.replace("127.0.0.1", HOST)
 
 
-def test_a_hiccup_of_the_name_service(shm_dir: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_survives_failed_name_lookups(shm_dir: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     names = NameService(6, monkeypatch)
     with bucket.store(url(bucket)) as store, local_node(shm_dir, slots=32) as node:
         ranks, report = run(node, bucket.plan(), store)
@@ -66,7 +66,7 @@ def test_a_hiccup_of_the_name_service(shm_dir: Path, bucket: Bucket, monkeypatch
     assert report.store_bytes == report.needed_bytes
 
 
-def test_a_name_that_is_never_known(shm_dir: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_name_is_a_typed_error(shm_dir: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     NameService(float("inf"), monkeypatch)
     with bucket.store(url(bucket)) as store, local_node(shm_dir, slots=32, **IMPATIENT) as node:
         error = refused_with(run(node, bucket.plan(), store)[0])

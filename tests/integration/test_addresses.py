@@ -1,4 +1,4 @@
-"""Which cluster a client means, tried in processes that use none yet."""
+"""Clients choose a cluster by its address, in processes that are not connected yet."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ray_client_addresses_are_refused() -> None:
     assert "ray job submit" in text
 
 
-def test_an_address_where_no_ray_is() -> None:
+def test_an_address_without_ray_is_a_lost_cluster() -> None:
     text = said("127.0.0.1:1")
     assert text.startswith("ClusterLost")
     assert "127.0.0.1:1" in text
@@ -134,7 +134,7 @@ def started_head(folder: Path, python: str = sys.executable, **variables: str) -
 
 
 def loaded(code: str, model: Path, environ: dict[str, str], folder: Path) -> str:
-    """What a program says that loads the model in a folder of its own."""
+    """Return the output of a program that loads the model in a folder of its own."""
     done = subprocess.run(
         [sys.executable, "-c", code, str(model)],
         env=environ,
@@ -146,7 +146,7 @@ def loaded(code: str, model: Path, environ: dict[str, str], folder: Path) -> str
     return done.stdout + done.stderr[-2000:] * bool(done.returncode)
 
 
-def test_a_cluster_without_the_package_is_left_as_it_was(odd: StoredModel) -> None:
+def test_a_cluster_without_the_package_is_left_unchanged(odd: StoredModel) -> None:
     python, packages = without_the_package()
     with tempfile.TemporaryDirectory(prefix="lf-", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -213,7 +213,7 @@ def ray_s_own(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, "disconnect", "shut down"])
 def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, odd: StoredModel) -> None:
-    """However that ends; a word: it goes on, and ends the cluster in order."""
+    """It ends however that process ends. With a string as `end`, the process ends the cluster and goes on."""
     environ = {**os.environ, **ENVIRONMENT, "LONGSHORE_ARENA_BYTES": "96MiB"}
     with subprocess.Popen(
         [sys.executable, "-c", KEEPS, str(odd.folder)],
@@ -254,7 +254,7 @@ def test_another_process_finds_the_coordinator(longshore: Longshore) -> None:
     assert said(longshore.address).startswith(longshore.status().version)
 
 
-def test_whoever_starts_the_cluster_anew_brings_no_settings(
+def test_a_client_that_restarts_the_cluster_sets_no_settings(
     longshore: Longshore, odd: StoredModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of the nodes' environment count, and the log names the others that differ."""

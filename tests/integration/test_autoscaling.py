@@ -50,7 +50,7 @@ class AutoscaledNodes(Longshore):
     """`Longshore` on such a cluster; this process is connected to it."""
 
     def node_types(self) -> list[str]:
-        """Of the living nodes beside the head, by the resource that names each node's type."""
+        """List the living nodes beside the head by the resource that names each node's type."""
         import ray
 
         living = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def autoscaled_cluster(
 
 
 def _config(types: Mapping[str, Mapping[str, float]], address: str, idle_s: float, version: int) -> dict[str, Any]:
-    """What `ray up` would make of a cluster's YAML file."""
+    """Return the configuration that `ray up` would make of a cluster's YAML file."""
     provider = {
         "type": "external",  # the wheel lacks the file of defaults that `fake_multinode` is looked up with
         "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
@@ -162,7 +162,7 @@ class SeenEnough(Exception):
     """The test has seen what it wanted of the load."""
 
 
-def test_what_never_comes_is_given_up(scaled: AutoscaledNodes, llama: StoredModel) -> None:
+def test_a_load_ends_when_its_nodes_never_come(scaled: AutoscaledNodes, llama: StoredModel) -> None:
     wanted = {**llama.options, "device": "cuda", "data_parallel_size": 16}  # the autoscaler may start 4 nodes of 2
     with pytest.raises(cluster.NotEnoughResources, match="16 free GPUs; 0 of 0 are free") as caught:
         cluster.load(llama.uri, wait_for_resources_s=2, **wanted)
@@ -174,7 +174,7 @@ def test_what_never_comes_is_given_up(scaled: AutoscaledNodes, llama: StoredMode
 
 
 def test_gpus_that_are_missing_are_asked_of_the_autoscaler(scaled: AutoscaledNodes, llama: StoredModel) -> None:
-    """This machine has no GPU, so the load is given up when its ranks have places on the node that came."""
+    """This machine has no GPU, so the load is abandoned once its ranks are placed on the new node."""
     said: list[str] = []
 
     def look(progress: cluster.LoadProgress) -> None:

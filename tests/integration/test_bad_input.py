@@ -1,4 +1,4 @@
-"""What cannot be loaded is refused with one typed error that says why, through the whole stack; nothing is left."""
+"""Bad input is refused with one typed error that says why, through the whole stack; nothing is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAIT_S = 180.0  # for what others give back, on however slow a machine
 
 @pytest.fixture
 def checked(longshore: Longshore) -> Iterator[Longshore]:
-    """Nothing is left right after the error, not only after cleaning up."""
+    """Check that nothing is left right after the error, not only after cleaning up."""
     yield longshore
     longshore.assert_nothing_left()
 
@@ -50,7 +50,7 @@ def closed_port() -> int:
         return int(unused.getsockname()[1])
 
 
-def test_what_the_store_has_not(checked: Longshore, llama: StoredModel, tmp_path: Path) -> None:
+def test_missing_objects_are_typed_errors(checked: Longshore, llama: StoredModel, tmp_path: Path) -> None:
     for uri in ("s3://no-such-bucket/llama", "s3://models/no-such-model"):
         with pytest.raises((cluster.ObjectNotFound, cluster.NotACheckpoint)) as caught:
             cluster.load(uri, device="cpu", **llama.options)
@@ -69,7 +69,7 @@ def test_wrong_credentials(checked: Longshore, llama: StoredModel) -> None:
     cluster.load(llama.uri, device="cpu", **llama.options).release()
 
 
-def test_an_endpoint_where_nobody_listens(checked: Longshore, llama: StoredModel) -> None:
+def test_a_closed_endpoint_is_a_typed_error(checked: Longshore, llama: StoredModel) -> None:
     options = {**llama.options, "endpoint_url": f"http://127.0.0.1:{closed_port()}"}
     begun_s = time.monotonic()
     with pytest.raises(cluster.StoreUnavailable):
@@ -122,7 +122,7 @@ def test_a_manifest_for_other_bytes(
         cluster.load(replaced.uri, device="cpu", **replaced.options)
 
 
-def test_what_cannot_be_cut(checked: Longshore, llama: StoredModel, odd: StoredModel) -> None:
+def test_impossible_splits_are_refused(checked: Longshore, llama: StoredModel, odd: StoredModel) -> None:
     with pytest.raises(cluster.LayoutError, match="tensor_parallel_size=3"):
         cluster.load(llama.uri, tensor_parallel_size=3, device="cpu", **llama.options)
     with pytest.raises(cluster.LayoutError, match="named by no rule"):
@@ -141,7 +141,7 @@ def test_more_ranks_than_places(checked: Longshore, llama: StoredModel) -> None:
         assert (caught.value.details["need"], caught.value.details["have"]) == (2, 1)
 
 
-def test_more_ranks_than_gpus_is_said_without_asking_ray_for_them(checked: Longshore, llama: StoredModel) -> None:
+def test_more_ranks_than_gpus_are_refused_without_asking_ray(checked: Longshore, llama: StoredModel) -> None:
     ranks = 2 * GPUS_PER_NODE + 1
     with pytest.raises(cluster.NotEnoughResources, match="GPUs") as caught:
         cluster.load(llama.uri, fsdp_size=ranks, device="cuda", **llama.options)
@@ -150,7 +150,7 @@ def test_more_ranks_than_gpus_is_said_without_asking_ray_for_them(checked: Longs
 
 
 def load_that_waits(pool: ThreadPoolExecutor, stored: StoredModel, text: str, **options: Any) -> Future[LoadedModel]:
-    """A load that waits for resources; returns when it has said so, with this text."""
+    """Start a load that waits for resources; return when its status has this text."""
     messages: list[str] = []
     loading = pool.submit(
         cluster.load,
@@ -163,9 +163,9 @@ def load_that_waits(pool: ThreadPoolExecutor, stored: StoredModel, text: str, **
     return loading
 
 
-def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
-    """Other actors have them: the load says what is free; asked to wait, it goes on once there are enough, also when
-    they lie otherwise than it has asked Ray for.
+def test_a_load_waits_for_gpus_held_by_others(checked: Longshore, llama: StoredModel) -> None:
+    """Other actors hold them. The load reports the free ones, and can wait until there are enough, also when
+    they are on other nodes than it has asked Ray for.
     """
     import ray
 
@@ -303,7 +303,7 @@ def test_no_coordinator(longshore: Longshore) -> None:
         ({"wait_for_resources_s": -1}, cluster.ConfigError),
     ],
 )
-def test_arguments_that_cannot_be_meant(
+def test_invalid_arguments_are_refused(
     longshore: Longshore, llama: StoredModel, arguments: dict[str, Any], kind: type[Exception]
 ) -> None:
     before = longshore.status().models

@@ -32,7 +32,7 @@ def large(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> St
 
 
 def pss_bytes(pid: int) -> int:
-    """Private memory, and each shared page divided by those who map it; by a walk of the page tables."""
+    """Return private memory plus each shared page divided by its mappings, from a walk of the page tables."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 

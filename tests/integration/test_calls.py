@@ -48,7 +48,7 @@ def wait_for(path: Path) -> None:
 
 
 def wait_in(shard: Any, folder: Path) -> int:
-    """Say that the rank is here, and wait until it may go on: for ever, as in a collective, when nobody says so."""
+    """Report that the rank is here and wait until it may go on, for ever if need be, as in a collective."""
     (folder / f"rank {shard.rank}").touch()
     wait_for(folder / "go on")
     return int(shard.rank)
@@ -92,7 +92,7 @@ def test_a_dead_rank_ends_a_call_while_another_one_waits(
 
 
 def raise_when_another_rank_is_dead(shard: Any, folder: Path) -> None:
-    """What a collective does on the ranks that live."""
+    """Raise as a collective does on living ranks when another rank dies."""
     if shard.rank == 0:
         (folder / "pid").write_text(str(os.getpid()))
         wait_for(folder / "rank 1")
@@ -105,7 +105,7 @@ def raise_when_another_rank_is_dead(shard: Any, folder: Path) -> None:
     raise ConnectionResetError("the other rank is gone")
 
 
-def test_the_death_of_a_rank_comes_before_the_errors_that_it_causes(
+def test_a_dead_rank_is_reported_before_errors_it_caused(
     model: cluster.LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster.model, "CAUSE_S", WAIT_S)  # however slow Ray is
@@ -114,7 +114,7 @@ def test_the_death_of_a_rank_comes_before_the_errors_that_it_causes(
     assert caught.value.details["rank"] == 0
 
 
-def test_a_function_that_raises_ends_the_call_while_another_rank_waits(
+def test_an_error_on_one_rank_ends_a_call_that_another_blocks(
     pool: ThreadPoolExecutor, model: cluster.LoadedModel, tmp_path: Path
 ) -> None:
     def raise_or_wait(shard: Any, folder: Path) -> int:
@@ -130,7 +130,7 @@ def test_a_function_that_raises_ends_the_call_while_another_rank_waits(
     assert model.call(lambda shard: shard.rank) == [0, 1]
 
 
-def test_a_call_that_waits_for_another_one_has_a_time_limit_and_never_begins_after_it(
+def test_a_queued_call_that_times_out_never_starts(
     pool: ThreadPoolExecutor, model: cluster.LoadedModel, tmp_path: Path
 ) -> None:
     first = pool.submit(model.call, wait_in, tmp_path, ranks=[0])
@@ -153,7 +153,7 @@ def wait_until_nobody_waits(shard: Any, folder: Path) -> None:
     (folder / "noticed").touch()
 
 
-def test_a_cancelled_task_waits_no_more_and_its_function_can_notice(model: cluster.LoadedModel, tmp_path: Path) -> None:
+def test_a_cancelled_task_returns_and_its_function_can_notice(model: cluster.LoadedModel, tmp_path: Path) -> None:
     async def cancel_call_and_copy() -> None:
         calling = asyncio.create_task(model.acall(wait_until_nobody_waits, tmp_path, ranks=[0]))
         await asyncio.to_thread(arrived, tmp_path)
@@ -171,7 +171,7 @@ def test_a_cancelled_task_waits_no_more_and_its_function_can_notice(model: clust
 def test_a_forced_release_ends_a_stuck_function(
     longshore: Longshore, pool: ThreadPoolExecutor, llama: StoredModel, tmp_path: Path
 ) -> None:
-    """Whoever holds the model, and also where workers are kept for the next load."""
+    """It works for any holder, and also where workers are kept for the next load."""
     longshore.configure(warm_workers_s=300.0)
     model = cluster.load(llama.uri, device="cpu", **llama.options)
     calling = pool.submit(model.call, wait_in, tmp_path)
@@ -232,9 +232,7 @@ def raise_with_a_lock(shard: Any) -> None:
         (raise_with_a_lock, "cannot be pickled"),
     ],
 )
-def test_what_cannot_be_pickled_there_is_a_typed_error(
-    model: cluster.LoadedModel, fn: Callable[[Any], Any], said: str
-) -> None:
+def test_unpicklable_results_are_typed_errors(model: cluster.LoadedModel, fn: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(cluster.RemoteCallFailed, match=said) as caught:
         model.call(fn, ranks=[0])
     assert pickle.loads(pickle.dumps(caught.value)).details["rank"] == 0
@@ -270,7 +268,7 @@ def test_wrong_arguments_are_refused_before_a_rank_is_asked(model: cluster.Loade
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often this process has asked a worker for what."""
+    """Count the requests of this process to workers, by method."""
     counts: Counter[str] = Counter()
 
     class Counted:

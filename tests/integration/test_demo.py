@@ -31,7 +31,7 @@ class Demo:
     """A running demo; its lines as they come. Nothing of it outlives the block."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        # A mark in the environment finds every process that the demo began, whoever its parent is by then.
+        # A mark in the environment finds every process that the demo began, even after its parent ended.
         self.mark = f"LONGSHORE_TEST_MARK={folder}"
         environment = {**os.environ, "TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled"}
         environment.update([self.mark.split("=", 1)])
@@ -82,7 +82,7 @@ class Demo:
                     yield process
 
     def names(self) -> set[str]:
-        """Of its processes."""
+        """Return the names of its processes."""
         found = set()
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
@@ -127,7 +127,7 @@ def shared_memory() -> set[str]:
 
 
 def unused_memory() -> set[str]:
-    """Of that, what no process has mapped: others may load on this machine meanwhile."""
+    """List the shared memory that no process has mapped: other loads may run on this machine."""
     names = shared_memory()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

@@ -47,7 +47,7 @@ def test_host_memory_and_disk(longshore: Longshore, llama: StoredModel, tmp_path
 def test_an_offload_folder_can_be_used_again(
     longshore: Longshore, llama: StoredModel, tmp_path: Path, warm_s: float
 ) -> None:
-    """After a release, also by the same worker; and after everything was killed."""
+    """It works after a release, also for the same worker, and after everything was killed."""
     longshore.configure(warm_workers_s=warm_s)
     folder = tmp_path / "offload"
     folder.mkdir()
@@ -76,9 +76,7 @@ def test_an_offload_folder_can_be_used_again(
     assert list(folder.iterdir()) == []
 
 
-def test_a_killed_worker_s_place_in_the_offload_folder_is_taken_by_its_replacement(
-    longshore: Longshore, llama: StoredModel, tmp_path: Path
-) -> None:
+def test_a_replaced_worker_reuses_the_offload_folder(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
     folder = tmp_path / "offload"
     options = {"device_map": SPREAD | {"lm_head": "cpu"}, "offload_folder": folder, **llama.options}
     with cluster.load(llama.uri, **options) as model:
@@ -90,14 +88,14 @@ def test_a_killed_worker_s_place_in_the_offload_folder_is_taken_by_its_replaceme
     assert list(folder.iterdir()) == []
 
 
-def test_limits_that_nobody_gave_are_those_of_the_node(longshore: Longshore, llama: StoredModel) -> None:
+def test_missing_limits_default_to_those_of_the_node(longshore: Longshore, llama: StoredModel) -> None:
     with cluster.load(llama.uri, device_map="auto", device="cpu", **llama.options) as model:
         assert model.call(_where)[0][1] == {"": "cpu"}
         with cluster.load(llama.uri, device_map="auto", device="cpu", **llama.options) as again:
             assert again.report.resident
 
 
-def test_a_rank_in_a_process_of_ones_own(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
+def test_a_rank_in_the_users_own_process(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
     from actors.hosting import host_rank
 
     limits = {"cpu": cluster.plan(llama.uri, **llama.options).placed_bytes * 3 // 4}
@@ -110,7 +108,7 @@ def test_a_rank_in_a_process_of_ones_own(longshore: Longshore, llama: StoredMode
 
 
 def test_a_rank_gets_the_gpus_that_its_map_names(longshore: Longshore, llama: StoredModel) -> None:
-    """These GPUs exist only in Ray's books: the worker gets them, and cannot use them."""
+    """These GPUs exist only as Ray resources: the worker gets them, and cannot use them."""
     with pytest.raises(cluster.DeviceUnavailable, match="torch cannot use"):
         cluster.load(llama.uri, device_map={"model": 0, "lm_head": 1}, **llama.options)
     eventually(lambda: not cluster.status().models or all(m.error for m in cluster.status().models), "a model stays")

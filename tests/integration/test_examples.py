@@ -22,7 +22,7 @@ TIMEOUT_S = 500
 
 
 def run(longshore: Longshore, *command: str) -> str:
-    """What it printed."""
+    """Run the example and return its output."""
     there = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(REPOSITORY), *([there] if there else [])])
     ours = {"RAY_ADDRESS": longshore.address, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -22,7 +22,7 @@ _LAYER = re.compile(r"layers\.([0-9]+)\.")
 
 
 class Skip(torch.nn.Module):
-    """In place of what another stage has: hands on what it is given."""
+    """Replaces the layers of another stage: returns its input."""
 
     def forward(self, first: Any = None, *_: Any, **named: Any) -> Any:
         return named["hidden_states"] if first is None else first
@@ -49,7 +49,7 @@ def cut_to_stage(model: Any, names: Iterable[str], *, first: bool) -> Any:
 
 
 def chained_logits(stages: Sequence[Any], ids: torch.Tensor) -> torch.Tensor:
-    """Of two stages: the first one's hidden states go into the second as its embeddings."""
+    """Return the logits of two stages: the first one's hidden states are the second's embeddings."""
     first, last = stages
     with torch.no_grad():
         hidden = first.model(input_ids=ids).last_hidden_state

@@ -37,7 +37,7 @@ DOCUMENT = (ROOT / "docs" / "first_cluster.md").read_text()
 LASTING = ("longshore serve", "longshore status --watch", "prometheus ")  # until Ctrl-C, in a terminal each
 LONGEST_S = 400  # a line
 WAIT_S = 300  # for what must come, on however slow a machine
-START_TRIES = 3  # `ray start` gives up after 30 s
+START_TRIES = 3  # `ray start` fails after 30 s
 
 
 def steps() -> dict[str, list[str]]:
@@ -84,7 +84,7 @@ class Machine:
         return text.replace("--size 2GB", "--size 40MB").replace("ray start --head", f"ray start --head{self.ray}")
 
     def run(self, line: str) -> str:
-        """What it says on stdout; it has to end well."""
+        """Run the line, which must succeed, and return its stdout."""
         starts = "ray start" in line
         done = self._try_to_run(line)
         for _ in range(START_TRIES - 1 if starts else 0):
@@ -120,11 +120,11 @@ class Machine:
             )
 
     def said_in(self, line: str) -> str:
-        """Of a terminal, by now."""
+        """Return the output of a terminal so far."""
         return (self.folder / f"{list(self.terminals).index(line)}.log").read_text()
 
     def ask(self, url: str) -> str:
-        """Empty while nobody answers."""
+        """Return the answer; empty while the server does not answer."""
         try:
             with urllib.request.urlopen(self._here(url), timeout=10) as answer:
                 return str(answer.read().decode())

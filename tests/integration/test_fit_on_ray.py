@@ -61,12 +61,12 @@ def _held(shard: Any) -> dict[str, int]:
 
 
 def _all_but(room_bytes: int) -> int:
-    """What a load must leave so that it has that room beside its process, when nobody else takes or frees memory."""
+    """Return the reserve that leaves a load this much room beside its process, if others hold still."""
     return available_host_bytes() - WORKER_BYTES - room_bytes
 
 
 def _release(longshore: Longshore, model: LoadedModel) -> None:
-    """Until its memory is back: Ray forgets an actor before its process has ended."""
+    """Release the model and wait for its memory: Ray forgets an actor before its process has ended."""
     pids = longshore.worker_pids().values()
     model.release()
     eventually(lambda: not any(map(psutil.pid_exists, pids)), "workers live on")
@@ -133,6 +133,6 @@ def test_refused_with_strict_and_smaller_with_auto(longshore: Longshore, wide: i
     longshore.assert_nothing_left()
 
 
-def test_what_means_nothing_for_cpu_ranks_is_refused_by_whoever_knows(longshore: Longshore, wide: int) -> None:
+def test_gpu_memory_utilization_is_refused_for_cpu_ranks(longshore: Longshore, wide: int) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization is about GPUs"):
         cluster.load(f"s3://models/{NAME}", device="cpu", gpu_memory_utilization=0.9)

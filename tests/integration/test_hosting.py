@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Engine:
-    """Somebody's inference engine: one process per rank, made and placed by somebody."""
+    """An inference engine of the user: one process per rank, made and placed by the user."""
 
     def load(self, uri: str, rank: int, options: dict[str, Any], check: Any) -> Any:
         with cluster.host_rank(uri, rank, **options) as shard:
@@ -139,7 +139,7 @@ def test_a_group_is_bound_although_its_nodes_agent_dies(longshore: Longshore, tm
     options = {"fsdp_size": 2, "group": "run-1"}
     with cluster.host_rank(folder, 0, **options):
         publish(2)
-        time.sleep(2.0)  # the agent tells the coordinator of the group
+        time.sleep(2.0)  # the agent reports the group to the coordinator
         longshore.kill(*longshore.actor_names("agent-"))
         eventually(lambda: longshore.status().nodes, "no agent comes back")
         with pytest.raises(cluster.RevisionMismatch, match="group 'run-1' load another revision"):
@@ -148,7 +148,7 @@ def test_a_group_is_bound_although_its_nodes_agent_dies(longshore: Longshore, tm
     ray.kill(engine)
 
 
-def test_a_host_waits_no_longer_for_an_agent_that_is_stuck(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_host_stops_waiting_for_a_stuck_agent(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(empty=True)
     with cluster.host_rank(llama.uri, 0, **llama.options):  # there is an agent
         pass
@@ -163,7 +163,7 @@ def test_a_host_waits_no_longer_for_an_agent_that_is_stuck(longshore: Longshore,
     longshore.assert_nothing_left()
 
 
-def test_a_host_waits_no_longer_than_it_says(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_host_waits_no_longer_than_its_timeout(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(empty=True)
     for ranges in (0, 4):  # while it plans, and while it loads
         with GatedProxy(llama.server.endpoint_url, ranges=ranges) as proxy:
@@ -192,7 +192,7 @@ def test_a_host_goes_on_with_another_agent_after_a_shutdown(longshore: Longshore
     longshore.end_longshore()
 
 
-def test_a_rank_that_the_layout_has_not_got(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_rank_outside_the_layout_is_refused(longshore: Longshore, llama: StoredModel) -> None:
     with pytest.raises(cluster.ConfigError, match="ranks 0 to 1"), cluster.host_rank(llama.uri, 2, fsdp_size=2):
         pass
 

@@ -13,9 +13,7 @@ from tests.support.stored_models import StoredModel
 pytestmark = pytest.mark.slow
 
 
-def test_an_agent_ends_after_its_last_model_and_comes_back_with_the_next(
-    longshore: Longshore, llama: StoredModel
-) -> None:
+def test_an_idle_agent_ends_and_starts_again_with_the_next_model(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(idle_agent_s=1.0)
     model = cluster.load(llama.uri, device="cpu", **llama.options)
     time.sleep(2.5)

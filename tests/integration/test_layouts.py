@@ -37,7 +37,7 @@ def test_llama_slices(longshore: Longshore, llama: StoredModel, tp: int, fsdp: i
 
 
 @pytest.mark.parametrize(("fsdp", "placement"), [(1, "direct"), (2, "via_arena"), (4, "direct")])
-def test_a_checkpoint_that_nobody_here_wrote(
+def test_a_third_party_checkpoint_loads_exactly(
     longshore: Longshore, minilm: StoredModel, fsdp: int, placement: str
 ) -> None:
     longshore.configure(empty=True)

@@ -1,4 +1,4 @@
-"""Load, share, keep, release, give up: who holds a model, and what is left when nobody does."""
+"""Clients load, share, keep, release and cancel a model; nothing is left when no client holds it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ WAIT_S = 120
 
 
 def states(longshore: Longshore) -> list[str]:
-    """Of the models that are not over."""
+    """Return the states of the models that are not over."""
     return [model.progress.state for model in longshore.models()]
 
 
 def last_state(longshore: Longshore) -> str:
-    """Of the model that was asked for last, over or not."""
+    """Return the state of the model that was requested last, over or not."""
     status = longshore.status()
     return (status.models or status.ended)[-1].progress.state
 
@@ -102,7 +102,7 @@ def test_two_clients_share_a_model_and_the_last_one_frees_it(longshore: Longshor
     longshore.assert_nothing_left()
 
 
-def test_keep_outlives_its_client_until_it_is_taken_back(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_kept_model_outlives_its_client_until_released(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(holder_ttl_s=TTL_S)
     with other_client(longshore, llama, llama.server.endpoint_url, "keep") as other:
         model_id, _ = other.stdout.readline().split()
@@ -135,9 +135,7 @@ def test_release_frees_a_kept_model_that_this_process_holds(
             other.call(len)
 
 
-def test_release_says_who_else_holds_a_model_and_leaves_later_holds_alone(
-    longshore: Longshore, llama: StoredModel
-) -> None:
+def test_release_names_other_holders_and_keeps_later_holds(longshore: Longshore, llama: StoredModel) -> None:
     with other_client(longshore, llama, llama.server.endpoint_url, "keep") as other:
         model_id, _ = other.stdout.readline().split()
         mine = cluster.load(llama.uri, device="cpu", **llama.options)
@@ -183,7 +181,7 @@ def test_timeout_ends_the_load_and_leaves_nothing(longshore: Longshore, llama: S
     longshore.assert_nothing_left()
 
 
-def test_one_caller_gives_up_and_the_other_gets_the_model(
+def test_a_caller_that_cancels_does_not_end_a_shared_load(
     longshore: Longshore, llama: StoredModel, gate: GatedProxy
 ) -> None:
     """The same load twice at once, from one client: one transfer; a timeout ends only its caller's wait."""
@@ -241,7 +239,7 @@ def test_two_different_loads_at_once(longshore: Longshore, llama: StoredModel, o
             assert len(first.state_dict(0)) != len(second.state_dict(0))
 
 
-def test_async_twins(
+def test_async_verbs_do_what_their_sync_twins_do(
     longshore: Longshore, llama: StoredModel, gate: GatedProxy, copy_of: Callable[[StoredModel], StoredModel]
 ) -> None:
     async def load_cancel_load() -> None:
@@ -304,7 +302,7 @@ def test_calls_reach_the_ranks_asked_for_and_errors_come_back(longshore: Longsho
 
 
 def test_the_coordinator_never_imports_torch(longshore: Longshore, llama: StoredModel) -> None:
-    """Nor does a worker before somebody looks at its tensors."""
+    """A worker imports it only when its tensors are used."""
     with cluster.load(llama.uri, device="cpu", **llama.options) as model:
         model.call(lambda shard: shard["model.norm.weight"])
         for name, expected in (("coordinator", False), *((n, True) for n in longshore.actor_names("worker-"))):
@@ -319,7 +317,7 @@ class NotForDrivers:
         return int, ("not a number",)
 
 
-def test_a_result_that_cannot_be_read_here_says_so_and_loses_no_cluster(longshore: Longshore, odd: StoredModel) -> None:
+def test_an_unreadable_result_is_an_error_but_not_a_lost_cluster(longshore: Longshore, odd: StoredModel) -> None:
     with cluster.load(odd.uri, device="cpu", **odd.options) as model:
         with pytest.raises(cluster.RemoteCallFailed, match="result of rank 0 cannot be unpickled"):
             model.call(lambda shard: NotForDrivers())

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def scrape(url: str) -> dict[tuple[str, ...], float]:
-    """(name, label values by label) -> value; nothing while nobody answers."""
+    """Return (name, label values by label) -> value; empty while the server does not answer."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             text = answer.read().decode()
@@ -39,7 +39,7 @@ def total(found: dict[tuple[str, ...], float], name: str) -> float:
 
 
 def of_agents(found: dict[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
-    """What was counted of chunks, by series."""
+    """Select the counters of chunks, by series."""
     return {key: value for key, value in found.items() if key[0].startswith("longshore_chunk") and value}
 
 
@@ -71,7 +71,7 @@ def test_a_restarted_coordinator_goes_on_with_the_same_series(longshore: Longsho
     loaded = {source: size for source, size in again.report.bytes_by_source.items() if size}
 
     def grown() -> dict[str, float]:
-        """By source; a label of every series."""
+        """Return the growth of counters by source, a label of every series."""
         name, found = "longshore_chunk_bytes_total", scrape(url)
         sizes = {key[-1]: size - before.get(key, 0) for key, size in found.items() if key[0] == name}
         return {source: size for source, size in sizes.items() if size}
@@ -99,7 +99,7 @@ def test_a_restarted_agent_is_another_series_and_the_first_stays(longshore: Long
     client.release(model.model_id, force=True, address=longshore.address)
 
 
-def test_what_is_counted_of_loads_and_ranks_that_fail(
+def test_failed_loads_and_lost_ranks_are_counted(
     longshore: Longshore, llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel]
 ) -> None:
     longshore.configure(empty=True, metrics_port=0)

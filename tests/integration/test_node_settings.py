@@ -1,4 +1,4 @@
-"""Whose settings are in force on a cluster whose nodes were started with an environment of their own."""
+"""Nodes that start with an environment of their own keep their own settings."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def signed(operated_cluster: Operated, llama: StoredModel, copy_of: Any) -> Stor
 
 
 def test_clients_cannot_widen_the_operators_policy(operated: Operated, llama: StoredModel, signed: StoredModel) -> None:
-    """Not by their environment, nor by a runtime_env, nor by `config`, nor by ending the coordinator and loading."""
+    """Neither their environment, a runtime_env, `config` nor a new coordinator widens it."""
     for ended in (False, True):
         for config in (None, Config()):
             with pytest.raises(cluster.ManifestUnsigned):
@@ -180,7 +180,7 @@ def test_bad_settings_of_the_head_leave_nothing_behind(llama: StoredModel) -> No
         assert actors == "[]"
 
 
-def test_status_and_doctor_say_which_settings_are_in_force(
+def test_status_and_doctor_show_the_settings_in_force(
     operated: Operated, signed: StoredModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with cluster.load(signed.uri, tensor_parallel_size=2, device="cpu", **signed.options):
@@ -206,7 +206,7 @@ def test_status_and_doctor_say_which_settings_are_in_force(
 
 
 def name_of(there: Operated, which: str) -> str:
-    """As messages name the node."""
+    """Return the node's name as messages give it."""
     nodes = there.ray_cluster
     node_id = nodes.head_node.node_id if which == "head" else next(iter(nodes.worker_nodes)).node_id
     return node_name(socket.gethostname(), node_id)

@@ -127,7 +127,7 @@ FOCUSED = """() => {
 }"""
 
 
-def test_the_keyboard_reaches_everything_in_the_order_of_the_page(browser: Browser) -> None:
+def test_the_keyboard_reaches_every_control_in_page_order(browser: Browser) -> None:
     script = Script(4, 1000, 10, part=0.5)
     with http_server(ScriptedService(script)) as url, watched(browser, url) as seen:
         page = seen.page
@@ -155,7 +155,7 @@ def test_the_keyboard_reaches_everything_in_the_order_of_the_page(browser: Brows
         seen.check()
 
 
-def test_a_token_is_asked_for_once_and_one_loop_asks_after_it(browser: Browser) -> None:
+def test_the_page_asks_for_a_token_once_and_polls_in_one_loop(browser: Browser) -> None:
     service = ScriptedService(Script(part=0.5), ServingSettings(token_sha256=digest_of(TOKEN)))
     with http_server(service) as url, watched(browser, url) as seen:
         page = seen.page
@@ -227,7 +227,7 @@ def test_the_plan_is_drawn_when_asked(browser: Browser, planned: None, tmp_path:
         seen.check()
 
 
-def test_a_plan_that_cannot_be_drawn_says_why(browser: Browser, planned: None, tmp_path: Path) -> None:
+def test_an_impossible_plan_shows_its_error(browser: Browser, planned: None, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "config.json").unlink()
     with http_server(ScriptedService(Script(part=0.5))) as url, watched(browser, url) as seen:
@@ -237,7 +237,7 @@ def test_a_plan_that_cannot_be_drawn_says_why(browser: Browser, planned: None, t
         seen.check("422")
 
 
-def test_a_tab_that_is_left_alone_asks_for_what_changes_only(browser: Browser) -> None:
+def test_an_idle_tab_polls_only_what_changes(browser: Browser) -> None:
     """A model at which nothing happens: its chunks are asked for now and then."""
     with http_server(ScriptedService(Script(part=1.0))) as url, watched(browser, url) as seen:
         expect(seen.page.locator("#counts tbody tr")).to_have_count(1)

@@ -31,7 +31,7 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-def test_the_memory_of_one_rank_is_no_part_of_anything(browser: Browser) -> None:
+def test_a_single_rank_has_no_memory_gauge(browser: Browser) -> None:
     """A gauge that is full would say that it has run out."""
     for ranks, gauges in ((1, 0), (2, 2)):
         script = Script(ranks, 200, 3, part=0.5)
@@ -42,7 +42,7 @@ def test_the_memory_of_one_rank_is_no_part_of_anything(browser: Browser) -> None
             seen.check()
 
 
-def test_failures_are_shown_told_and_can_be_had_alone(browser: Browser, tmp_path: Path) -> None:
+def test_failures_are_shown_announced_and_can_be_filtered(browser: Browser, tmp_path: Path) -> None:
     script = Script(8, 2000, 10, part=0.5)
     hostile = "<img src=x onerror=alert(1)> is not in the bucket"
     with http_server(ScriptedService(script)) as url, watched(browser, url) as seen:
@@ -77,7 +77,7 @@ def test_failures_are_shown_told_and_can_be_had_alone(browser: Browser, tmp_path
         seen.check()
 
 
-def test_a_service_that_does_not_answer_is_said_and_comes_back(browser: Browser) -> None:
+def test_the_page_reports_a_silent_service_and_its_return(browser: Browser) -> None:
     with http_server(ScriptedService(Script(part=0.5))) as url, watched(browser, url) as seen:
         page = seen.page
         expect(page.locator("#state")).to_have_text("loading")
@@ -124,7 +124,7 @@ class Hostile(Script):
 
 
 @pytest.mark.parametrize("width", [375, 1280])
-def test_names_of_others_are_text_and_push_nothing_aside(browser: Browser, width: int) -> None:
+def test_foreign_names_are_plain_text_and_keep_the_layout(browser: Browser, width: int) -> None:
     script = Hostile(24, 2000, 10, part=0.5, model_id="m" * 100)
     script.note("rank_lost", f"{MARKUP} {'y' * 400}", rank=3)
     size = {"width": width, "height": 800}

@@ -103,7 +103,7 @@ TIMEOUT_S = 300
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, list[dict[str, Any]]]]:
-    """Of each case: the logits of the model in one process, and what each of the two wrote."""
+    """Return for each case the logits of the model in one process, and the outputs of the two processes."""
     folder = tmp_path_factory.mktemp("gloo")
     expected = {}
     for case, (_, family, changes) in CASES.items():
@@ -119,7 +119,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.
 
 
 def run_ranks(folder: Path) -> None:
-    """Until both have ended, or one with an error: the other would wait for it."""
+    """Run both ranks to their end, or until one fails: the other would wait for it."""
     ranks: list[subprocess.Popen[bytes]] = []
     logs = [folder / f"rank-{rank}.log" for rank in range(RANKS)]
 

@@ -73,7 +73,7 @@ def prometheus(longshore: Longshore, tmp_path: Path) -> Iterator[Prometheus]:
         process.wait(30)
 
 
-def test_what_prometheus_has_is_what_the_report_tells(
+def test_prometheus_counters_agree_with_the_report(
     longshore: Longshore, llama: StoredModel, prometheus: Prometheus
 ) -> None:
     model = cluster.load(llama.uri, device="cpu", tensor_parallel_size=2, **llama.options)
@@ -101,7 +101,7 @@ def test_what_prometheus_has_is_what_the_report_tells(
         assert min(prometheus.values("longshore_shm_total_bytes", "node").values(), default=0) > 0
 
     def differs() -> str:
-        """What does not agree; "" when all does. After a scrape that was too slow there are no series for a while."""
+        """Return what does not agree; "" when all does. Series are missing for a while after a slow scrape."""
         try:
             compare()
         except AssertionError as error:
@@ -112,7 +112,7 @@ def test_what_prometheus_has_is_what_the_report_tells(
     model.release()
 
 
-def test_rules_are_evaluated_and_nothing_fires_for_a_load_that_is_well(
+def test_rules_are_evaluated_and_no_alert_fires_for_a_good_load(
     longshore: Longshore, llama: StoredModel, prometheus: Prometheus
 ) -> None:
     with cluster.load(llama.uri, device="cpu", **llama.options):

@@ -1,6 +1,4 @@
-"""What was quantized on the way in goes into modules that compressed-tensors or bitsandbytes make for it, and computes
-the same.
-"""
+"""Quantized weights go into modules of compressed-tensors or bitsandbytes, and compute the same results."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def _pieces(shard: Any) -> list[tuple[Any, Any]]:
 
 
 def _expected(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
-    """What the library makes of the whole of each matrix."""
+    """Return what the library makes of each whole matrix."""
     expected = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         made = {"": weight} if "_proj" not in name else quantized(weight, scheme)
@@ -61,7 +61,7 @@ def _check(model: cluster.LoadedModel, expected: dict[str, torch.Tensor]) -> Non
         assert data.tobytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
 
 
-def test_a_quantized_load_is_the_librarys_quantization_of_the_whole(longshore: Longshore, folder: Path) -> None:
+def test_ranks_hold_the_librarys_quantization_of_whole_tensors(longshore: Longshore, folder: Path) -> None:
     with cluster.load(str(folder), tensor_parallel_size=2, quantization="int4", device="cpu") as two:
         report = two.report
         _check(two, _expected(folder, "int4"))
@@ -80,9 +80,7 @@ def test_a_quantized_load_is_the_librarys_quantization_of_the_whole(longshore: L
     assert report.as_dict()["ranks"][0]["converted_tensors"] == 14
 
 
-def test_recorded_scales_give_the_librarys_bytes_and_slices_are_read(
-    longshore: Longshore, folder: Path, tmp_path: Path
-) -> None:
+def test_recorded_scales_give_exact_bytes_from_slices_alone(longshore: Longshore, folder: Path, tmp_path: Path) -> None:
     """A file of largest values that was changed ends a load that needs it."""
     published = tmp_path / "published"
     assert cluster.publish(folder, published, amax=True, chunk_bytes=1 << 20).amax

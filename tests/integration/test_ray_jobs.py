@@ -33,7 +33,7 @@ class JobCluster:
     """`ray start --head --block`; every process of it is ended with the block."""
 
     def __init__(self, *, token: bool, environ: dict[str, str]) -> None:
-        """With `token`, Ray asks for RAY_AUTH_TOKEN; else authentication is off. `environ`: for nodes and jobs."""
+        """Start a cluster. With `token`, Ray needs RAY_AUTH_TOKEN; else not. `environ`: for nodes and jobs."""
         self._folder = tempfile.TemporaryDirectory(prefix="lj-", dir="/tmp", ignore_cleanup_errors=True)
         gcs, dashboard, client, agent_http, agent_grpc = free_ports(5)
         self.dashboard_url = f"http://127.0.0.1:{dashboard}"
@@ -73,7 +73,7 @@ class JobCluster:
             raise
 
     def submit(self, *entrypoint: str, working_dir: Path | None = None, timeout_s: float = 150) -> tuple[int, str]:
-        """`ray job submit`, until the job has ended: (exit code, everything it said)."""
+        """Run `ray job submit` until the job has ended. Return (exit code, all output)."""
         command = [str(SCRIPTS / "ray"), "job", "submit", "--address", self.dashboard_url]
         command += ["--working-dir", str(working_dir)] if working_dir else []
         return self.run(*command, "--", *entrypoint, timeout_s=timeout_s)

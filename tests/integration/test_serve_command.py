@@ -38,7 +38,7 @@ def ask(url: str, token: str = "") -> tuple[int, str]:
 def test_it_serves_until_it_is_ended(longshore: Longshore, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "longshore", "serve", "--json", "--address", longshore.address, "--port"]
     environment = {**os.environ, **ENVIRONMENT, "LONGSHORE_HTTP_TOKEN": TOKEN}
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that somebody has: said, and Serve keeps it not
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port in use is reported, and Serve does not keep it
         refused = subprocess.run(
             [*command, str(taken.getsockname()[1])],
             cwd=REPOSITORY,
@@ -83,7 +83,7 @@ def served_actors() -> list[str]:
 
 
 def end_served_actors() -> None:
-    """For the tests that follow: who was killed takes nothing away. The controller first, which starts the others."""
+    """End what a killed `longshore serve` left. The controller goes first, since it starts the others."""
     import ray
 
     def none_is_left() -> bool:

@@ -108,7 +108,7 @@ def test_a_plan_and_its_picture(api: httpx.Client, readable: dict[str, Any], mon
     assert picture.text.lstrip().startswith("<svg")
 
 
-def test_a_load_that_cannot_be_is_a_problem_or_an_end(api: httpx.Client, readable: dict[str, Any]) -> None:
+def test_an_impossible_load_is_a_problem_or_ends_with_an_error(api: httpx.Client, readable: dict[str, Any]) -> None:
     answer = api.post("/v1/models:load", json={**readable, "uri": "s3://models/nothing-here"})
     if answer.status_code == 202:  # it was under way before that was found
         told = frames(api, f"/v1/loads/{answer.json()['model_id']}/events")
@@ -122,7 +122,7 @@ def test_a_load_that_cannot_be_is_a_problem_or_an_end(api: httpx.Client, readabl
     assert api.delete("/v1/models/no-such-model").status_code == 404
 
 
-def test_a_load_is_given_up(api: httpx.Client, readable: dict[str, Any], longshore: Longshore) -> None:
+def test_a_load_can_be_cancelled(api: httpx.Client, readable: dict[str, Any], longshore: Longshore) -> None:
     """More GPUs than there are: it waits, says for what, and DELETE ends it."""
     wanted = {**readable, "device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 8}
     answer = api.post("/v1/models:load", json={**wanted, "wait_for_resources_s": 600})
@@ -154,7 +154,7 @@ def test_streams_and_loads_are_bounded(longshore: Longshore, readable: dict[str,
         assert api.delete(f"/v1/models/{model_id}").json()["freed"]
 
         def told() -> list[dict[str, Any]]:
-            """Nothing while the stream above still has its place: the service hears later that nobody reads it."""
+            """Nothing while the stream above still has its place: the service notices later that its reader left."""
             with api.stream("GET", f"/v1/loads/{model_id}/events") as answer:
                 return [] if answer.status_code == 429 else frames_of(answer)
 

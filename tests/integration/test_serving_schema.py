@@ -1,4 +1,4 @@
-"""Requests that nobody thought of, made by Schemathesis from the service's own OpenAPI document; a real cluster."""
+"""Schemathesis makes odd requests from the service's own OpenAPI document, against a real cluster."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def replace_worker(longshore: Longshore) -> None:
     )
 
 
-def test_expired_credentials_of_the_first_client_refuse_nobody_else(
+def test_expired_credentials_of_one_client_stop_no_other(
     longshore: Longshore, tokens: TokenS3, client_with: Client
 ) -> None:
     first, second = tokens.new_keys(), tokens.new_keys()
@@ -120,9 +120,7 @@ def test_wrong_credentials_are_refused_and_replace_no_good_ones(
         assert model.call(len) == [len(model.state_dict(0))]
 
 
-def test_resident_model_outlives_coordinator_when_its_credentials_expired(
-    longshore: Longshore, tokens: TokenS3
-) -> None:
+def test_a_model_with_expired_credentials_outlives_coordinator(longshore: Longshore, tokens: TokenS3) -> None:
     keys = tokens.new_keys()
     with load_with(tokens, keys) as model:
         tokens.expire(keys.access_key)
@@ -141,7 +139,7 @@ def gate(longshore: Longshore, llama: StoredModel) -> Iterator[GatedProxy]:
 def test_resident_model_is_attached_while_its_store_is_silent(
     longshore: Longshore, llama: StoredModel, gate: GatedProxy
 ) -> None:
-    """With access that worked lately. Other access is not known to be good: the caller waits as long as it wants to."""
+    """Access that worked recently is enough. Callers with other access wait for the store until their deadline."""
     options = {**llama.options, "endpoint_url": gate.endpoint_url, "device": "cpu"}
     with cluster.load(llama.uri, **options) as model:
         gate.hold_all()
@@ -153,7 +151,7 @@ def test_resident_model_is_attached_while_its_store_is_silent(
         assert longshore.status().models[0].progress.state == "ready"
 
 
-def test_loads_that_wait_for_a_silent_store_keep_no_other_from_its_resident_model(
+def test_a_silent_store_does_not_block_other_resident_models(
     longshore: Longshore, llama: StoredModel, gate: GatedProxy
 ) -> None:
     options = {**llama.options, "device": "cpu"}
@@ -180,7 +178,7 @@ def stopped_coordinator(longshore: Longshore) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancelled"])
-def test_a_coordinator_that_does_not_answer_holds_no_caller_beyond_its_deadline(
+def test_callers_keep_their_deadline_with_a_silent_coordinator(
     longshore: Longshore, llama: StoredModel, stopped_coordinator: Callable[[], None], how: str
 ) -> None:
     cluster.status()  # this process has joined
@@ -207,7 +205,7 @@ def held_after_its_ttl(longshore: Longshore) -> bool:
     return [model.progress.state for model in longshore.models()] == ["ready"]
 
 
-def test_a_process_that_shut_the_cluster_down_can_load_and_hold_again(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_process_can_load_and_hold_again_after_shutdown(longshore: Longshore, llama: StoredModel) -> None:
     options = {**llama.options, "device": "cpu"}
     longshore.configure(holder_ttl_s=TTL_S)
     before = cluster.load(llama.uri, **options)

@@ -1,4 +1,4 @@
-"""What leaves the store, by the account of a proxy in front of it: each needed chunk once per node, then nothing."""
+"""A proxy counts what leaves the store: each needed chunk once per node, then nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def weight_ranges(proxy: CountingProxy) -> Counter[tuple[str, tuple[int, int] | None]]:
-    """How often each range of each shard was sent."""
+    """Count how often each range of each shard was sent."""
     return Counter((r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors") and r.range)
 
 

@@ -102,7 +102,7 @@ def test_another_signed_model_is_not_loaded_as_this_one(
         cluster.load(model.uri, device="cpu", signed_name="llama", **model.options)
 
 
-def test_forged_chunks_of_one_tenant_stay_with_it(longshore: Longshore, tmp_path: Path) -> None:
+def test_forged_chunks_of_one_tenant_reach_no_other(longshore: Longshore, tmp_path: Path) -> None:
     """Both publish with XXH3; the other tenant's file has the digests of ours, and other bytes."""
     ours = safetensors_bytes([("weight", "U8", (1 << 20,))], seed=1)
     longshore.configure(chunk_bytes=1 << 20)
@@ -114,7 +114,7 @@ def test_forged_chunks_of_one_tenant_stay_with_it(longshore: Longshore, tmp_path
             assert found == content[-(1 << 20) :]
 
 
-def test_the_coordinator_refuses_what_a_client_would_allow(longshore: Longshore, llama: StoredModel) -> None:
+def test_the_coordinator_refuses_models_that_clients_would_allow(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(allowed_schemes="s3", allowed_endpoints=llama.server.endpoint_url, allowed_buckets="models")
     cluster.load(llama.uri, device="cpu", config=Config(), **llama.options).release()
     refused = [

@@ -1,4 +1,4 @@
-"""A family that no table knows, loaded by a cluster: its rules are read where the caller is."""
+"""A cluster loads an unknown family with rules that the caller reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rules_travel_with_the_request(longshore: Longshore, tmp_path: Path) -> 
             assert np.array_equal(np.concatenate([first[name], second[name]], axis), array)
 
 
-def test_what_nobody_knows_is_refused(longshore: Longshore, tmp_path: Path) -> None:
+def test_tensors_without_a_rule_are_refused(longshore: Longshore, tmp_path: Path) -> None:
     folder = save_model(TinyFamily("Starcoder2Config", "Starcoder2ForCausalLM", DENSE_SIZES), tmp_path)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"starcoder2"', '"made_up"'))

@@ -1,4 +1,4 @@
-"""Workers of a released model wait for the next load of their shape, and stand in nobody's way meanwhile."""
+"""Workers of a released model wait for the next load of their shape, and end when others need their room."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ def test_streaming_begins_and_ends_before_torch_is_imported(warm: Longshore, lla
         assert has_torch() == [True] * TP
 
 
-def test_a_worker_group_of_another_shape_stays_while_there_is_room_and_gives_way_when_there_is_none(
-    warm: Longshore, llama: StoredModel
-) -> None:
+def test_an_idle_worker_group_ends_only_when_a_load_needs_room(warm: Longshore, llama: StoredModel) -> None:
     warm.configure(warm_workers_s=WARM_S, cpu_ranks_per_node=2)
     pids = fresh_worker_group(warm, llama)
     with load(llama, tensor_parallel_size=1):
@@ -133,7 +131,7 @@ def test_gpus_of_a_worker_group_are_taken_over_or_given_back(warm: Longshore, ll
     assert not warm.placement_groups()
 
 
-def test_a_load_that_lacks_host_memory_ends_the_worker_groups_on_its_nodes(
+def test_a_load_short_of_host_memory_ends_idle_worker_groups(
     warm: Longshore, llama: StoredModel, tmp_path: Path
 ) -> None:
     """It does not fit without them either; but that is known only when they are gone."""
@@ -158,7 +156,7 @@ def test_an_idle_worker_group_ends_by_itself(warm: Longshore, llama: StoredModel
     warm.assert_nothing_left()
 
 
-def test_workers_of_a_load_that_failed_or_was_given_up_do_not_stay(warm: Longshore, llama: StoredModel) -> None:
+def test_workers_of_failed_or_cancelled_loads_do_not_stay(warm: Longshore, llama: StoredModel) -> None:
     warm.configure(warm_workers_s=WARM_S, empty=True)
     with GatedProxy(llama.server.endpoint_url, ranges=5) as gate:
         with pytest.raises(cluster.LoadTimeout):
@@ -189,10 +187,10 @@ def test_a_call_that_goes_on_keeps_its_worker_from_the_next_load(
     warm.assert_nothing_left()
 
 
-def test_tensors_that_a_call_kept_are_not_written_by_the_next_load(
+def test_the_next_load_does_not_overwrite_tensors_kept_by_a_call(
     warm: Longshore, llama: StoredModel, odd: StoredModel
 ) -> None:
-    """The memory of a released model is used again, but not what somebody still looks at."""
+    """Memory of a released model is reused, except tensors that are still referenced."""
 
     def keep(shard: Any) -> int:
         import builtins
@@ -246,7 +244,7 @@ def worker_group_without_chunks(warm: Longshore, odd: StoredModel) -> dict[str, 
     return warm.worker_pids()
 
 
-def test_a_worker_that_is_killed_in_the_next_load_is_replaced_in_its_worker_group(
+def test_a_killed_worker_is_replaced_in_a_reused_worker_group(
     warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy
 ) -> None:
     first, second = sorted(worker_group_without_chunks(warm, odd))
@@ -268,7 +266,7 @@ def test_a_worker_that_is_killed_in_the_next_load_is_replaced_in_its_worker_grou
         assert is_exact(model, llama)
 
 
-def test_a_coordinator_killed_in_a_load_on_a_worker_group_finds_it_again(
+def test_a_restarted_coordinator_finds_a_reused_worker_group(
     warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy
 ) -> None:
     pids = worker_group_without_chunks(warm, odd)
@@ -290,7 +288,7 @@ def test_a_coordinator_killed_in_a_load_on_a_worker_group_finds_it_again(
 
 
 def test_a_worker_group_whose_coordinator_was_killed_ends(warm: Longshore, llama: StoredModel) -> None:
-    """Nobody knows of it any more; its workers are orphans."""
+    """No coordinator knows it any more; its workers are orphans."""
     warm.configure(warm_workers_s=WARM_S, orphan_after_s=6)
     fresh_worker_group(warm, llama)
     warm.wait_restarted(COORDINATOR, warm.kill(COORDINATOR))
@@ -300,7 +298,7 @@ def test_a_worker_group_whose_coordinator_was_killed_ends(warm: Longshore, llama
 
 
 @pytest.mark.parametrize("with_worker", [False, True])
-def test_an_agent_killed_beside_an_idle_worker_group_gets_every_slot_back(
+def test_a_new_agent_frees_slots_beside_an_idle_worker_group(
     warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy, with_worker: bool
 ) -> None:
     """Idle workers may map the arena, but they touch no slot: nothing is fenced for their sake."""

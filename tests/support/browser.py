@@ -44,7 +44,7 @@ class Watched:
     complaints: list[str] = field(default_factory=list)
 
     def check(self, *expected: str) -> None:
-        """Nobody else was asked, and nothing went wrong but what contains one of `expected`."""
+        """Check that no other server got a request and that each error contains one of `expected`."""
         elsewhere = [url for url in self.requests if not url.startswith((f"{self.origin}/", "blob:", "data:"))]
         bad = [text for text in self.complaints if not any(part in text for part in expected)]
         if elsewhere or bad:
@@ -72,7 +72,7 @@ def watched(browser: Browser, origin: str, **options: Any) -> Iterator[Watched]:
 
 
 def expect(thing: Any) -> Any:
-    """What Playwright waits for, imported where there is one; for WAIT_MS as all else, and not its own 5 s."""
+    """Return Playwright's `expect`, with WAIT_MS for its timeout. Imports Playwright on first use."""
     from playwright.sync_api import expect as found
 
     found.set_options(timeout=WAIT_MS)
@@ -80,7 +80,7 @@ def expect(thing: Any) -> Any:
 
 
 def axe_violations(page: Page) -> list[str]:
-    """What axe-core finds wrong for who uses a keyboard, a screen reader, or needs contrast."""
+    """Return axe-core's findings about keyboards, screen readers and contrast."""
     sync_axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed (longshore[dev])"
     )

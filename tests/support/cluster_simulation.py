@@ -114,7 +114,7 @@ JUSTIFIED: dict[type[LongshoreError], set[str]] = {
 
 
 def _arrows() -> set[tuple[str, str]]:
-    """What docs/load_states.md allows."""
+    """Return the transitions that docs/load_states.md allows."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "load_states.md").read_text()
     found = re.findall(r"^ +([A-Z]+) --> ([A-Z]+):", text, re.MULTILINE)
     return {(before.lower(), after.lower()) for before, after in found}
@@ -158,7 +158,7 @@ def needs_of(model: SimModel, request: LoadRequest) -> dict[int, list[int]]:
 
 
 class SimClient:
-    """A program that loads one model and keeps it until it is told to let go."""
+    """A program that loads one model and holds it until it is ordered to release it."""
 
     def __init__(self, cluster: ClusterSimulation, request: LoadRequest, timeout_s: float | None) -> None:
         self.cluster, self.request, self.timeout_s = cluster, request, timeout_s
@@ -187,7 +187,7 @@ class SimClient:
         self._renewing.cancel()
 
     def release(self) -> None:
-        """Its own doing: it waits no more, and holds nothing."""
+        """Release the model by the client's own choice; it waits no more and holds nothing."""
         if not self.released and not self.dead:
             self.released = True
             self.given_up = True
@@ -270,7 +270,7 @@ def counters_of(shown: Snapshot) -> dict[Key, float]:
 
 
 class ClusterSimulation:
-    """See above. `slots`: of every arena; `roomy`: nothing is ever evicted, so what is fetched can be counted."""
+    """A simulated cluster. `slots`: of every arena. `roomy`: nothing is evicted, so fetches can be counted."""
 
     def __init__(self, seed: int, *, hosts: int, slots: int, roomy: bool, node_wait_s: float = 0.0) -> None:
         self.clock = Clock(seed)
@@ -363,7 +363,7 @@ class ClusterSimulation:
         return client
 
     def workers(self) -> list[SimWorker]:
-        """Processes of ranks that live, also those that nobody knows any more."""
+        """Return living rank processes, also those that no coordinator knows any more."""
         found = [actor.process for actor in self.ray.actors.values() if isinstance(actor.process, SimWorker)]
         known = {id(worker) for worker in found}
         old = [worker for node in self.hosts for worker in node.workers.values() if id(worker) not in known]
@@ -416,7 +416,7 @@ class ClusterSimulation:
             self.clock.after(self.clock.chance.uniform(0.5, NODE_DETECTED_S), lambda: self.ray.lose_host(node.host))
 
     def cut_off(self, node: SimHost, seconds: float) -> None:
-        """A partition, which heals. A node that Ray took for dead meanwhile hears of that, and ends itself."""
+        """A partition, which heals. A node that Ray declared dead meanwhile learns that, and ends itself."""
         if not node.host.lives or node.host.cut_off:
             return
         self.faults.add("node")
@@ -496,14 +496,14 @@ class ClusterSimulation:
             raise AccessDenied("refused", key=access.credentials.access_key_id)
 
     def fate(self) -> str:
-        """Of a message."""
+        """Choose what happens to a message."""
         if self.trouble and self.clock.chance.random() < self.trouble:
             self.faults.add("message")
             return self.clock.chance.choice(TROUBLES)
         return "arrives"
 
     def store_fault(self) -> LongshoreError | None:
-        """Of a chunk that a rank has tried as often as it may."""
+        """Choose the error of a chunk after a rank's last try; None for none."""
         if self.store_trouble and self.clock.chance.random() < self.store_trouble:
             self.faults.add("store")
             return self.clock.chance.choice(STORE_FAULTS)("a fault of the test", shard="model.safetensors", chunk=0)
@@ -515,7 +515,7 @@ class ClusterSimulation:
         return [] if self._coordinator is None else list(self._coordinator._models.values())
 
     def check(self) -> None:
-        """At any moment."""
+        """Check the laws that hold at any moment."""
         assert not self.problems, self.problems[0]
         for node in self.hosts:
             node.check()
@@ -554,7 +554,7 @@ class ClusterSimulation:
         assert causes & self.faults, f"nothing that went wrong ({self.faults}) justifies {error!r}"
 
     def check_own_error(self, client: SimClient) -> None:
-        """What other clients do, or may not do, ends nobody's load."""
+        """Check that no load ended because of what other clients did or may not do."""
         if isinstance(client.error, LoadCancelled):
             unheard = self.faults & {"coordinator", "message", "node"}  # its hold may have lapsed
             assert client.given_up or unheard, f"a load ended because another client released: {client.error!r}"
@@ -575,7 +575,7 @@ class ClusterSimulation:
             assert held.state.placed == needed, f"rank {rank} is READY, and has {held.state.placed} of {needed}"
 
     def settle(self) -> None:
-        """No more faults: every load that is wanted ends READY, or in an error that is justified."""
+        """Run without further faults until every held load is READY or has a justified error."""
         self.trouble = self.store_trouble = 0.0
         for node in self.hosts:
             if node.host.cut_off:
@@ -597,7 +597,7 @@ class ClusterSimulation:
         )
 
     def end(self) -> None:
-        """Nobody wants anything any more: nothing is left."""
+        """Release every model and check that nothing is left."""
         self.faults.add("client")
         for client in self.clients:
             client.release()
@@ -631,7 +631,7 @@ class ClusterSimulation:
         return not self.workers()
 
     def left(self) -> list[str]:
-        """For the message of a test that fails."""
+        """Return the leftovers, for the message of a failed test."""
         found = [f"{record.model_id} {record.life} {record.message}" for record in self.records()]
         found += [f"{client.model_id} {client.state} waits={client.waits}" for client in self.clients]
         found += [f"{worker.actor.name} stopped={worker.stopped} {worker.at_work}" for worker in self.workers()]
@@ -710,12 +710,12 @@ class ClusterSimulation:
             agent.actor.process = None
 
     def _unforeseen(self, error: BaseException) -> None:
-        """What no task was asked about."""
+        """Record an error of a task that nothing waits for."""
         if not isinstance(error, LongshoreError | RayActorError | TimeoutError) or isinstance(error, IllegalTransition):
             self.problems.append(f"in a task of its own: {error!r}")
 
     def _logged(self, message: str, *args: Any, **_: Any) -> None:
-        """What the coordinator's repeated work raised, and went on after."""
+        """Record an error after which the coordinator's repeated work went on."""
         error = sys.exc_info()[1]
         if error is not None:
             self._unforeseen(error)

@@ -39,7 +39,7 @@ class Request:
 
     @property
     def is_weights(self) -> bool:
-        """Whether it asks for a range of a shard: manifest, index and whole files are not weights."""
+        """Return whether it asks for a range of a shard: manifest, index and whole files are not weights."""
         return self.method == "GET" and self.range is not None and self.path.endswith(".safetensors")
 
 
@@ -95,7 +95,7 @@ class CountingProxy:
         self._thread.start()
 
     def requests(self, method: str = "GET") -> list[Request]:
-        """Requests so far, in the order in which their answers began; whoever has an answer whole finds it here."""
+        """Requests so far, in the order in which their answers began. Every complete answer is included."""
         with self._lock:
             return [replace(request) for request in self._answered if request.method == method]
 
@@ -115,7 +115,7 @@ class CountingProxy:
         return None
 
     def passing(self, request: Request, size_bytes: int) -> None:
-        """Called before so many bytes of an answer's body are passed on; for kinds of proxy that are slow."""
+        """Hook before this many bytes of an answer's body are passed on. Slow proxies override it."""
 
     def pass_answer(self, answer: Answer, client: socket.socket, count: Callable[[int], None]) -> None:
         """Pass an answer on, and say how many bytes of its body go; for kinds of proxy that damage it."""

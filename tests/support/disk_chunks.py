@@ -21,7 +21,7 @@ def write(tier: DiskTier, number: int, size_bytes: int = 1000) -> Written:
 
 
 def read(reader: DiskReader, number: int, size_bytes: int = 1000) -> bytes:
-    """What the reader hands over as the chunk; raises what it raises."""
+    """Return the chunk from the reader; raises what the reader raises."""
     key, content = chunk_of(number, size_bytes)
     buffer = bytearray(size_bytes)
     reader.read(key, [memoryview(buffer)], ("blake3", digest_of("blake3", content)))

@@ -41,7 +41,7 @@ class SavedFamily:
 
     @classmethod
     def open(cls, folder: Path, own: Mapping[str, str] | None = None) -> SavedFamily:
-        """What `folder` has, and the rules for it: `own` ones, then the family's."""
+        """Open the model in `folder` with its rules: `own` ones first, then the family's."""
         store = LocalStore(str(folder))
         index = open_model(store, chunk_bytes=CHUNK_BYTES)
         config = read_model_config(store, index)

@@ -48,7 +48,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Something happens before the server hears of the request: its object is replaced, a process is killed."""
+    """Something happens before the server gets the request: its object is replaced, a process is killed."""
 
     call: Callable[[], object]
 
@@ -114,7 +114,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """After so many bytes nothing comes for so long, or until the client gives up."""
+    """Sends so many bytes, then nothing for so long or until the client disconnects."""
 
     at_bytes: int
     seconds: float = 3600.0

@@ -22,7 +22,7 @@ def _own_range() -> range:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, and that this process has not named before."""
+    """Return ports that are free now and that this process has not returned before."""
     found: list[int] = []
     while len(found) < count:
         port = random.choice(_own_range())

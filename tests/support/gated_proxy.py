@@ -16,7 +16,7 @@ class GatedProxy(CountingProxy):
     with GatedProxy(server.endpoint_url, ranges=10) as proxy:
         ... start a load with endpoint_url=proxy.endpoint_url ...
         proxy.wait_until_held()
-        ... kill somebody ...
+        ... kill a process ...
         proxy.open()
     """
 
@@ -47,7 +47,7 @@ class GatedProxy(CountingProxy):
         self._gate.wait_for(lambda: self._open)
 
     def holds_for(self, pid: int) -> bool:
-        """Whether a request of this process waits at the closed gate."""
+        """Return whether a request of this process waits at the closed gate."""
         with contextlib.suppress(psutil.NoSuchProcess):
             mine = {connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp")}
             with self._gate:
@@ -55,13 +55,13 @@ class GatedProxy(CountingProxy):
         return False
 
     def wait_until_held(self, requests: int = 1, timeout_s: float = 120.0) -> None:
-        """Returns when so many requests wait at the gate. AssertionError when they do not come."""
+        """Wait until this many requests wait at the gate. AssertionError when they do not come."""
         with self._gate:
             if not self._gate.wait_for(lambda: self._held >= requests, timeout_s):
                 raise AssertionError(f"only {self._held} of {requests} requests came to the gate")
 
     def hold_all(self) -> None:
-        """From here on every object is held, the manifest too, until `open`."""
+        """Hold every object from now on, the manifest too, until `open`."""
         with self._gate:
             self._open, self._all, self._left, self._held = False, True, 0, 0
             self._ports.clear()

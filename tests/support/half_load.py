@@ -26,14 +26,14 @@ def readers(longshore: Longshore, holds: Callable[[int], bool]) -> list[str]:
 
 
 class HalfLoad:
-    """Some chunks have come; whoever reads more waits at the gate until `proxy.open()`."""
+    """Some chunks have come; further reads wait at the gate until `proxy.open()`."""
 
     def __init__(self, longshore: Longshore, model: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor) -> None:
         self.stored, self.proxy = model, proxy
         self._longshore, self._pool = longshore, pool
 
     def begin(self, *, reading: int = 1, **options: Any) -> Future[LoadedModel]:
-        """Returns when so many ranks read. Raises the load's error when it ends before that."""
+        """Wait until this many ranks read. Raises the load's error when it ends before that."""
         options = {
             **self.stored.options,
             "endpoint_url": self.proxy.endpoint_url,
@@ -52,11 +52,11 @@ class HalfLoad:
         return loading
 
     def readers(self) -> list[str]:
-        """Names of the workers that read, and so have said hello to their agent."""
+        """Names of the workers that read, and so have sent their hello to the agent."""
         return readers(self._longshore, self.proxy.holds_for)
 
     def is_exact(self, model: LoadedModel, tensor_parallel_size: int) -> bool:
-        """Whether every slice of both ranks is what the safetensors library reads; the rest is cut for FSDP."""
+        """Return whether every slice of both ranks matches the safetensors library; the rest is split for FSDP."""
         fsdp = RANKS // tensor_parallel_size
         differs = model.call(shard_differs, str(self.stored.folder), tensor_parallel_size, fsdp, KV_HEADS)
         return differs == [[]] * RANKS

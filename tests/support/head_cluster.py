@@ -35,7 +35,7 @@ HEAD_IP, WORKER_IP = "127.0.0.2", "127.0.0.3"  # Ray takes nodes of one address 
 WAIT_S = 240.0  # for what must come, on however slow a machine
 NODE_VARIABLE = "LOST_HEAD_TEST_NODE"  # all processes of a node have it
 STARTED = "Ray runtime started"
-START_TRIES = 5  # `ray start` gives up after 30 s
+START_TRIES = 5  # `ray start` fails after 30 s
 PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{2 * WAIT_S:.0f}"}  # a head takes long to start, too
 
 
@@ -98,7 +98,7 @@ class HeadCluster:
             raise
 
     def start_head(self) -> None:
-        """At the address of the one before."""
+        """Start a head at the address of the previous one."""
         (self._folder / "r" / "ray_current_cluster").unlink(missing_ok=True)  # on the lost machine it would be gone
         self._head = self._start_node(
             "head",
@@ -117,7 +117,7 @@ class HeadCluster:
 
     @property
     def worker_is_up(self) -> bool:
-        """Whether its node still runs; Ray ends it some time after the head."""
+        """Return whether the worker's node still runs; Ray ends it some time after the head."""
         return self._worker is not None and self._worker.poll() is None
 
     def client(self, code: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
@@ -183,7 +183,7 @@ NODE = "node:{WORKER_IP}"
 def start_node(
     command: list[str], log: Path, environ: Mapping[str, str], mark: Mapping[str, str]
 ) -> subprocess.Popen[str]:
-    """A `ray start --block` that is up. Ray gives up after 30 s: it is tried again then, with nothing left of the try.
+    """A `ray start --block` that is up. Ray's own try fails after 30 s; the next try starts with nothing left of it.
 
     `log`: what it says, in the folder it runs in. `mark`: a variable that processes of this node have and no others,
     with its value. Raises RuntimeError with the end of the log when it does not come up.
@@ -222,7 +222,7 @@ def _end_of(log: Path) -> str:
 
 
 def end_node(node: subprocess.Popen[str], mark: Mapping[str, str]) -> None:
-    """SIGKILL to all of a node of `start_node`, whoever the parents are."""
+    """Send SIGKILL to all processes of a node of `start_node`, also to those whose parents ended."""
     end_tree(node.pid)
     node.wait(WAIT_S)
     for variable, value in mark.items():
@@ -230,7 +230,7 @@ def end_node(node: subprocess.Popen[str], mark: Mapping[str, str]) -> None:
 
 
 def end_all_with(variable: str, value: str) -> None:
-    """SIGKILL to every process with this in its environment, whoever its parent is."""
+    """Send SIGKILL to every process with this in its environment, also to those whose parents ended."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(variable) == value:
@@ -238,7 +238,7 @@ def end_all_with(variable: str, value: str) -> None:
 
 
 def end_tree(pid: int) -> None:
-    """SIGKILL to a process and all below it, the oldest first: nobody restarts or tidies anything."""
+    """Send SIGKILL to a process and its descendants, the oldest first, so that none restarts or cleans up."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         everything = [parent, *parent.children(recursive=True)]
@@ -249,7 +249,7 @@ def end_tree(pid: int) -> None:
 
 
 def run_to_its_end(command: list[str], timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` with what it says; what takes too long is ended with all that it began, its cluster too."""
+    """Run a command as `subprocess.run` does. After the timeout, end it with its children and its cluster."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
@@ -260,7 +260,7 @@ def run_to_its_end(command: list[str], timeout_s: float, **options: Any) -> subp
 
 
 def said(client: subprocess.Popen[str], word: str) -> str:
-    """What a client says behind this word. AssertionError when it ends before."""
+    """Return what a client prints after this word. AssertionError when it ends before."""
     if client.stdout is None:
         raise ValueError("not a client of HeadCluster")
     for line in client.stdout:

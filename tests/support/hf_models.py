@@ -126,7 +126,7 @@ def make_model(tiny: TinyFamily, *, seed: int = 0, **changes: Any) -> Any:
 
 
 def save_tiny(family: str, folder: Path, *, seed: int = 0, hub_names: bool = True, **changes: Any) -> Path:
-    """A checkpoint of `make_tiny`'s model: several safetensors files, index and config. Returns the folder.
+    """Save `make_tiny`'s model as several safetensors files, index and config. Returns the folder.
 
     `hub_names`: tensors are named and stored as the family's checkpoints on the hub are (one tensor for each expert,
     older prefixes), which transformers does unless told not to. Otherwise as its modules are: stacked experts.

@@ -166,7 +166,7 @@ def quantity(text: str) -> Decimal:
 
 
 def settings(manifests: list[Manifest]) -> dict[str, str]:
-    """What the ConfigMap of settings says; nothing where there is none."""
+    """Return the settings of the ConfigMap; empty without one."""
     if not any(manifest["kind"] == "ConfigMap" for manifest in manifests):
         return {}
     return dict(only(manifests, "ConfigMap", "longshore-settings")["data"])

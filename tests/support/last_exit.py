@@ -1,4 +1,4 @@
-"""The process of the tests ends without C++ tearing itself down, when it has used Ray.
+"""Ends the test process without the C++ teardown, if it has used Ray.
 
 Each node that `ray.cluster_utils` has started leaves a client of its head behind, with threads of gRPC that nobody can
 end (Ray 2.60). While destructors of static objects run, now and then one of them crashes the process, after the last

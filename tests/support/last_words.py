@@ -32,7 +32,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def _last_words(folder: Path, since_s: float) -> Iterator[str]:
-    """Of those that said anything since then (by the clock on the wall), the latest last."""
+    """List the last lines of logs that changed since then (wall clock), the latest last."""
     dated = sorted((path.stat().st_mtime, path) for pattern in _LOGS for path in folder.glob(pattern))
     for changed_s, path in dated[-_FILES:]:
         lines = path.read_text(errors="replace").splitlines() if changed_s >= since_s else []

@@ -138,7 +138,7 @@ class LocalNode:
         done: Sequence[int] = (),
         store_identity: str = "twin",
     ) -> str:
-        """Tell the agent of a load; waits for its slots. Returns the load's id."""
+        """Start a load on the agent and wait for its slots. Return the load's id."""
         self.loads += not load_id
         load_id = load_id or f"load-{self.loads}"
         ranks = ranks or range(len(plan.ranks))
@@ -265,7 +265,7 @@ class Belongings:
         self.arenas = _mapped_arenas()
 
     def check(self) -> None:
-        """Raises AssertionError that names what is there now and was not before."""
+        """Raise AssertionError with whatever is left and was not there before."""
         threads = [thread.name for thread in threading.enumerate() if thread.ident not in self.threads]
         assert not threads, f"threads left: {threads}"
         PROCESS_ARENAS.keep(False)  # what a warm process keeps is no leak

@@ -48,7 +48,7 @@ class LosableNodes(Longshore):
         self.added = 0  # ever. Each costs this process one thread of Ray's that stays: `cluster_utils` polls the head
 
     def want(self, count: int) -> None:
-        """Add nodes until there are so many beside the head; take those away that are too many."""
+        """Add or remove nodes until there are this many beside the head."""
         for node_id in list(self._nodes)[count:]:
             self.kill_node(node_id)
         while len(self._nodes) < count:
@@ -77,11 +77,11 @@ class LosableNodes(Longshore):
         raise LookupError(f"no living actor {name}")
 
     def is_head(self, node_id: str) -> bool:
-        """Whether it is the node that cannot be lost."""
+        """Return whether it is the node that cannot be lost."""
         return node_id not in self._nodes
 
     def kill_node(self, node_id: str) -> None:
-        """SIGKILL to all of the node. Returns when Ray knows it."""
+        """Send SIGKILL to the whole node. Returns when Ray knows it."""
         self.ray_cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
         eventually(lambda: node_id not in self.living(), "the node is still taken for living")
 

@@ -47,7 +47,7 @@ NO_TENSORS = CutModel(Layout(), (), (), (), NOTHING, NOTHING, NOTHING, np.empty(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimTables(SharedTables):
-    """Tables of a model without tensors: what each rank touches is said, not worked out."""
+    """Tables of a model without tensors: the chunks of each rank are given, not computed."""
 
     wanted: dict[int, NDArray[np.int64]]
 
@@ -68,7 +68,7 @@ class SimModel:
     key: str = "model.safetensors"
 
     def content(self, chunk: int) -> object:
-        """What a slot holds that holds the chunk."""
+        """Return the content of a slot that holds the chunk."""
         return self.contents[chunk]
 
     def shared(self, needs: Mapping[int, Sequence[int]]) -> bytes:
@@ -89,7 +89,7 @@ class SimModel:
 
 @dataclass
 class SimLoad:
-    """What the coordinator knows of a load."""
+    """A load as the coordinator knows it."""
 
     load_id: str
     model: SimModel
@@ -235,7 +235,7 @@ class SimRank:
         return [found[self._which % len(found)]]
 
     def drain(self) -> None:
-        """Nothing of the arena is in use after this."""
+        """Drain the rank. It uses no slot of the arena afterwards."""
         self.state.drain(self.node.now_s)
         while self.state.begun:
             self.end_write()
@@ -384,7 +384,7 @@ class NodeSimulation:
         return load
 
     def host_rank(self, model: SimModel, chunks: Sequence[int]) -> SimRank:
-        """A process that is to begin a load of one rank for itself: no coordinator knows of it."""
+        """Make a process that begins a load of one rank for itself, without a coordinator."""
         load = SimLoad(f"hosted-{len(self.loads)}", model, {0: chunks}, self.hedge_after_s, incarnations={0: 0})
         load.host = load.placements[0] = SimRank(self, load, 0, 0)
         self.loads[load.load_id] = load
@@ -434,7 +434,7 @@ class NodeSimulation:
         return [rank for rank in self.ranks if rank.alive and not rank.left]
 
     def restart_agent(self) -> None:
-        """The agent is killed between two messages; the coordinator tells its successor the loads again."""
+        """Kill the agent between two messages. The coordinator sends the loads to its successor."""
         self.restarted = True
         self.late.clear()
         self.cache = ChunkCache(self.slot_count, journal=self.journal, ready_slots=self.ready_slots)
@@ -455,7 +455,7 @@ class NodeSimulation:
         self.ledger.expire(self.now_s)
 
     def tick(self) -> None:
-        """What the agent's thread does: deaths are noticed, holders of taken-back slots are killed."""
+        """Do what the agent's thread does: notice deaths, kill the holders of revoked slots."""
         living = {rank.process for rank in self.ranks if rank.alive}
         for process in self.ledger.processes() - living:
             self.ledger.process_dead(process, self.now_s)
@@ -484,7 +484,7 @@ class NodeSimulation:
             self.end_load(self.loads[load_id])
 
     def settle(self, rounds: int = 400) -> None:
-        """No more faults: every load that has no error is complete within `rounds` turns of every rank."""
+        """Run without further faults: loads without an error complete within `rounds` turns of every rank."""
         for rank in self.ranks:
             rank.asleep = False
         self.add_ready(self.slot_count)
@@ -509,7 +509,7 @@ class NodeSimulation:
             self.time_passes(1.0)
         else:
             raise AssertionError("a load does not end though nothing goes wrong any more")
-        for rank in self.ranks:  # those that were given up and go on all the same
+        for rank in self.ranks:  # abandoned ones that go on all the same
             for _ in range(3):
                 self.take_turn(rank)
 
@@ -525,7 +525,7 @@ class NodeSimulation:
         rank.exchange()
 
     def check_leases(self) -> None:
-        """Nobody fetches what a third does; only a hedge is fetched by two, each in a slot of its own."""
+        """Check that each chunk has one fetch, or two with a hedge, each in a slot of its own."""
         for node_load in self.ledger._loads.values():
             places = node_load.ranks.values()
             running = Counter(chunk for place in places for chunk in place.leases.values())
@@ -565,7 +565,7 @@ class NodeSimulation:
 
 
 def check_sources(report: NodeReport) -> None:
-    """What was needed came from somewhere, by the bytes and by the number of chunks."""
+    """Check that every needed byte and chunk has a source."""
     chunks = report.store_chunks + report.disk_chunks + report.cached_chunks + report.unknown_chunks
     assert report.needed_chunks == chunks or report.refetched_chunks >= chunks - report.needed_chunks > 0, report
     size_bytes = report.store_bytes + report.disk_bytes + report.cached_bytes + report.unknown_bytes

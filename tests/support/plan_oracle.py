@@ -95,7 +95,7 @@ def _slice_problem(piece: TensorSlice, segment_bytes: tuple[int, ...], shards: i
 
 
 def _fits(piece: TensorSlice) -> bool:
-    """Whether the bytes are so many elements, all of one size."""
+    """Return whether the bytes are exactly that many elements of one size."""
     held, all_of_it = piece.region.elements, math.prod(piece.sizes)
     if piece.made_from:
         return piece.filled_bytes == 0 and piece.size_bytes == region_bytes(piece.region, piece.dtype)

@@ -111,7 +111,7 @@ def carry_out(plan: LoadPlan, rank: RankPlan, files: Sequence[Bytes]) -> tuple[d
 
 
 def _convert(rank: RankPlan, segments: Sequence[Bytes]) -> None:
-    """What is made of staged tensors."""
+    """Convert the staged tensors."""
     if not rank.staged:
         return
     import torch

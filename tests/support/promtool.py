@@ -12,7 +12,7 @@ needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason
 
 
 def promtool(*arguments: str, stdin: str = "") -> str:
-    """What it says, when it finds nothing wrong. AssertionError with its words when it does."""
+    """Run promtool and return its output. AssertionError with that output when promtool finds a problem."""
     done = subprocess.run(
         ["promtool", *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=False
     )

@@ -151,7 +151,7 @@ def grouped_config(method: str, kind: Grouped, **fields: object) -> ModelConfig:
 def load_parts(
     stored: Stored, layout: Layout, rules: Rules, config: ModelConfig, chunk_bytes: int = 1 << 10
 ) -> list[dict[str, Array]]:
-    """What each rank has in its memory after a load, by the tensors' names."""
+    """Return what each rank holds in memory after a load, by tensor name."""
     model = store_arrays(stored, shards=2, chunk_bytes=chunk_bytes)
     plan = build_load_plan(model.index, layout, rules, config)
     if problems := check_plan(plan):
@@ -166,14 +166,14 @@ def load_parts(
 def plain_region(
     name: str, shape: tuple[int, ...], coords: RankCoords, layout: Layout, rules: Rules, config: ModelConfig
 ) -> Region:
-    """What the rank would hold of the weight, were it not quantized."""
+    """Return the region that the rank would hold if the weight were not quantized."""
     size = 4 * int(np.prod(shape))
     (placed,) = decide_layout([Tensor(name, "F32", shape, 0, 0, size)], layout, rules, config)
     return region_of(shape, placed.cut, coords, layout)
 
 
 def take_region(array: Array, region: Region) -> Array:
-    """That part of an array, zeros after it."""
+    """Return that region of an array, padded with zeros."""
     out = np.zeros(region.sizes, array.dtype)
     for (offsets, sizes), places in region.boxes():
         to = tuple(slice(at, at + size) for at, size in zip(places, sizes, strict=True))

@@ -117,7 +117,7 @@ class Longshore:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
     def swept(self) -> bool:
-        """Whether no arena is left, once those of dead agents are removed; what a dying process still has is not."""
+        """Remove the arenas of dead agents and return whether none is left. Dying processes may still hold some."""
         sweep()
         return not self.arenas()
 
@@ -202,7 +202,7 @@ class Longshore:
         return sorted(name for name in os.listdir(SHM_DIRECTORY) if name.startswith(prefix))
 
     def assert_nothing_left(self) -> None:
-        """No worker, no placement group, no lease, no more arenas than agents; soon, not at once."""
+        """Wait until no worker, placement group or lease is left, and no arena without its agent."""
         eventually(lambda: not self.actor_names("worker-"), lambda: f"workers left: {self.actor_names('worker-')}")
         eventually(lambda: not self.placement_groups(), lambda: f"placement groups left: {self.placement_groups()}")
         if COORDINATOR in self.actor_names():
@@ -214,7 +214,7 @@ class Longshore:
         return all(not node.leased_slots and not node.quarantined_slots for node in self.status().nodes)
 
     def clean(self) -> None:
-        """After a test: release every model. Raises AssertionError when something is left behind."""
+        """Release every model after a test. Raises AssertionError when something is left behind."""
         try:
             if COORDINATOR not in self.actor_names():
                 self._running = None
@@ -245,7 +245,7 @@ class Longshore:
         }
 
     def living_workers(self) -> dict[str, int]:
-        """As `worker_pids`, of those whose processes are up."""
+        """Return `worker_pids` of the processes that are alive."""
         return self.living_pids("worker-")
 
     def wait_restarted(self, name: str, old_pid: int) -> int:
@@ -316,7 +316,7 @@ def environment(ours: Mapping[str, str], without: Sequence[str] = ()) -> Iterato
 
 @contextlib.contextmanager
 def new_ray_cluster(**head: Any) -> Iterator[Any]:
-    """A `ray.cluster_utils.Cluster` with that head, to which nobody is connected; it ends with the block."""
+    """Start a `ray.cluster_utils.Cluster` with that head, without connecting to it. It ends with the block."""
     from ray._common.utils import get_default_ray_temp_dir
     from ray.cluster_utils import Cluster
 
@@ -333,7 +333,7 @@ def new_ray_cluster(**head: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def ray_cluster_of_two() -> Iterator[Any]:
-    """A `ray.cluster_utils.Cluster`; nobody is connected to it."""
+    """Start a `ray.cluster_utils.Cluster` without connecting to it."""
     node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": OBJECT_STORE_BYTES}
     node["env_vars"] = variables(TEST_SETTINGS)
     temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)

@@ -1,4 +1,4 @@
-"""What a rank must hold, worked out with `safetensors` and slicing alone, apart from Longshore's own rules.
+"""Computes what a rank must hold with `safetensors` and slicing alone, without Longshore's rules.
 
 Some of the functions run inside workers (`LoadedModel.call`), so this module imports neither torch nor ours at its top.
 """

@@ -13,7 +13,7 @@ Play = Callable[[socket.socket, int], None]  # one request was read; the number 
 
 
 class ScriptedServer:
-    """Reads requests, plays what it is told, and remembers the requests of all connections."""
+    """A server that reads requests, plays its script, and records the requests of all connections."""
 
     def __init__(self, play: Play, tls: ssl.SSLContext | None = None) -> None:
         self._play, self._tls = play, tls

@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 14
 
 
 def shards_of(folder: Path, layout: Layout = ONE_RANK, rules: Mapping[str, str] | None = None) -> list[RankShard]:
-    """What each rank would hold after a load. `rules`: the user's own, before those of the family."""
+    """Return what each rank would hold after a load. `rules`: the user's own, before those of the family."""
     plan = plan_of(folder, layout, rules)
     return [shard_of(plan, rank, files_of(plan, folder)) for rank in range(layout.ranks)]
 

@@ -66,13 +66,13 @@ class SimActor:
 
 
 class SimRay:
-    """See above. `make_worker`, `make_agent`: processes of a host."""
+    """A simulated Ray. `make_worker` and `make_agent` make the processes of a host."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.hosts: dict[str, Host] = {}
         self.actors: dict[str, SimActor] = {}
-        self.silent = False  # whoever asks is dead by now
+        self.silent = False  # the caller is dead by now
         self.util = SimpleNamespace(list_named_actors=self.list_named_actors)
 
     # -- what `import ray` gives -------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class SimRay:
         return Handle(self, actor)
 
     def kill(self, handle: Handle, no_restart: bool) -> None:
-        """Who asks does not wait for it: until it is done the actor is found by its name, and at work."""
+        """Kill the actor without waiting. Until it is dead, it works and is found by its name."""
         self._check_heard()
         self.clock.soon(lambda: self.end(handle.actor), 2.0)
 
@@ -129,7 +129,7 @@ class SimRay:
         self.clock.soon(up, 1.0)
 
     def end(self, actor: SimActor) -> None:
-        """Nobody reaches it from now on; its process dies when it hears of that."""
+        """Cut the actor off; its process dies when it notices."""
         actor.dead = True
         self.fail_calls(actor)
         process, hears_s = actor.process, self.clock.now_s + self.clock.chance.choice([0.0, 0.0, 2.0, 40.0])
@@ -251,7 +251,7 @@ class Later:
 
 
 class Handle:
-    """What `ray.get_actor` returns."""
+    """A handle as `ray.get_actor` returns it."""
 
     def __init__(self, ray: SimRay, actor: SimActor) -> None:
         self._ray = ray

@@ -91,7 +91,7 @@ class SimHost(NodeSimulation):
                 self.cluster.ray.died(self.workers[rank.process].actor)
 
     def write(self, who: SimRank, slot: int, content: object) -> None:
-        """A slot is written by its holder only, and never after it was given to somebody else, not even late."""
+        """Write a slot as its holder. Never write it after another rank got it, not even late."""
         super().write(who, slot, content)
         record = self.journal.records()[slot]
         assert record.state in (SlotState.LEASED, SlotState.QUARANTINED), f"a write into a slot that is {record.state}"
@@ -112,7 +112,7 @@ class SimHost(NodeSimulation):
         super().late_message_arrives(self.cluster.clock.chance.randrange(8))
 
     def begin(self, load: SimLoad) -> None:
-        """By the process that hosts its rank."""
+        """Begin the load in the process that hosts its rank."""
         if self.agent is not None and self.agent.up:
             self.sync()
             if self.agent.version != VERSION:
@@ -127,7 +127,7 @@ class SimHost(NodeSimulation):
             self.agent.end(load.load_id)
 
     def _hand_in(self, message: RankHello | RankUpdate) -> object:
-        """Whoever speaks for an incarnation that is over changes nothing, but for slots that it gives back."""
+        """A message of an old incarnation changes nothing, except that it frees slots."""
         if self.agent is None:
             return None
         self.sync()
@@ -150,7 +150,7 @@ class SimHost(NodeSimulation):
         return ranks, loads, self.cache.stats().committed_slots
 
     def check(self) -> None:
-        """After every event: whoever is to read a slot finds there what it was told of."""
+        """Check after every event that each slot to be read holds the reported chunk."""
         for rank in self.ranks:
             if rank.alive:
                 for chunk, slot in rank.readable:
@@ -159,7 +159,7 @@ class SimHost(NodeSimulation):
             self.check_leases()
 
     def check_fetched(self) -> None:
-        """Nothing was fetched twice but what was in flight at a fault."""
+        """Check that only chunks in flight at a fault were fetched twice."""
         most = len(self.needed) + self.spare_fetches
         fetched = sum(self.fetched.values())
         assert fetched <= most, f"{fetched} chunks were fetched, {len(self.needed)} are needed, {most} are explained"
@@ -204,7 +204,7 @@ class SimAgent:
             return pack_message(getattr(self, call)(*asked))
 
     def shutdown(self, *, only_idle: bool = False) -> bool:
-        """It does nothing from now on. (The arena, which would go, stays: what is fetched is counted by content.)"""
+        """Stop the agent. Its arena stays, unlike a real one, so that fetches are counted by content."""
         if self.shut:
             return True
         self.node.sync()
@@ -425,7 +425,7 @@ class SimWorker:
             self.rank.asleep = False
 
     def leader_exits(self) -> None:
-        """Its first thread ends, and Ray sees a dead process. The rank's threads go on until they are told to stop."""
+        """Its first thread ends, and Ray sees a dead process. The rank's threads go on until they are stopped."""
         if self.rank is not None and self.at_work and not self.stopped:
             self.leaderless = True
             self.actor.process = None
@@ -493,7 +493,7 @@ class SimWorker:
         clock.after(clock.chance.uniform(0.02, 2 * self._pace_s), self._act)
 
     def _act(self) -> None:
-        """What a rank does at a time."""
+        """Do the next thing that a rank does."""
         rank = self.rank
         if rank is None or not self.at_work or not rank.alive:
             return

@@ -97,7 +97,7 @@ def minilm_checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def minilm(s3_server: EmbeddedS3, minilm_checkpoint: Path) -> StoredModel:
-    """A real checkpoint of 91 MB that nobody here wrote."""
+    """A real third-party checkpoint of 91 MB."""
     return publish_to(s3_server, minilm_checkpoint, "minilm")
 
 

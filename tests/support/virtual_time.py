@@ -19,7 +19,7 @@ MOST_ROUNDS = 10_000  # of its loops at one moment
 
 
 class Clock:
-    """Time, and what is to happen. Same seed, same life."""
+    """A simulated clock with its events. The same seed gives the same run."""
 
     def __init__(self, seed: int) -> None:
         self.now_s = 1000.0
@@ -38,7 +38,7 @@ class Clock:
         heapq.heappush(self._events, (max(when_s, self.now_s), next(self._order), event))
 
     def soon(self, event: Callable[[], object], most_s: float = 0.1) -> None:
-        """After a moment that nobody knows before: what is sent later may arrive sooner."""
+        """Run it after a random delay: a later message may arrive sooner."""
         self.after(self.chance.uniform(0.001, most_s), event)
 
     def run(self, seconds: float) -> None:
@@ -109,7 +109,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.run_forever()
 
     def kill(self, rounds: int = 50) -> None:
-        """The process is dead. Its coroutines are thrown away; the caller sees to it that they reach nobody."""
+        """Kill the process and drop its coroutines; the caller makes sure that nothing awaits them."""
         self.set_exception_handler(lambda loop, context: None)
         self._clock.loops.remove(self)
         for _ in range(rounds):

@@ -88,14 +88,14 @@ def altered(change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> by
 
 @settings(max_examples=50)
 @given(st.lists(tensor_specs(), min_size=1, max_size=3), st.sampled_from(["blake3", "xxh3_128"]), st.integers(0, 3))
-def test_what_is_built_reads_back_equal(parts: list[list[TensorSpec]], hash_name: str, files: int) -> None:
+def test_a_built_manifest_reads_back_equal(parts: list[list[TensorSpec]], hash_name: str, files: int) -> None:
     manifest = build(parts, hash_name, files)
     assert parse_manifest(manifest.to_json()) == manifest
     assert contents_digest(manifest) == manifest.revision
     assert manifest.to_json().startswith(manifest_front(manifest.revision))
 
 
-def test_the_index_says_the_same() -> None:
+def test_the_index_of_a_manifest_has_the_same_facts() -> None:
     manifest = build(PARTS)
     index = manifest.index()
     assert (index.revision, index.source) == (manifest.revision, "manifest")
@@ -170,13 +170,13 @@ def set_in(*path: Any) -> Callable[[dict[str, Any]], None]:
         (lambda c: c["tensors"].reverse(), "out of order"),
     ],
 )
-def test_contradictions_are_named(change: Callable[[dict[str, Any]], Any], said: str) -> None:
+def test_contradictions_are_reported(change: Callable[[dict[str, Any]], Any], said: str) -> None:
     with pytest.raises(InvalidManifest) as caught:
         parse_manifest(altered(change))
     assert said in str(caught.value)
 
 
-def test_a_larger_chunk_than_said_is_refused() -> None:
+def test_a_chunk_larger_than_declared_is_refused() -> None:
     def merge(content: dict[str, Any]) -> None:
         shard = content["shards"][0]
         shard["chunk_ends"] = shard["chunk_ends"][:1] + shard["chunk_ends"][2:]
@@ -196,7 +196,7 @@ def test_overlapping_tensors_are_refused() -> None:
         parse_manifest(altered(overlap))
 
 
-def test_what_was_changed_afterwards_has_another_revision() -> None:
+def test_a_changed_manifest_has_another_revision() -> None:
     with pytest.raises(InvalidManifest, match="the revision does not match the contents"):
         parse_manifest(altered(set_in("shards", 0, "chunk_digests", 0, "00" * 32), sign=False))
 
@@ -270,7 +270,7 @@ def test_size_and_number_of_values_are_bounded(monkeypatch: pytest.MonkeyPatch) 
             parse_manifest(b'{"format": "longshore.manifest"}')
 
 
-def test_a_manifest_that_contradicts_itself_cannot_be_built() -> None:
+def test_contradictory_manifests_cannot_be_built() -> None:
     with pytest.raises(InvalidManifest, match="no shards"):
         Manifest.build(hash_name="blake3", chunk_bytes=MIB, shards=[], tensors=[], files=[])
     with pytest.raises(InvalidManifest, match="hash"):

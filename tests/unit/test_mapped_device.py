@@ -54,7 +54,7 @@ class FakeGpu(CpuDevice):
 
 
 def place_all(device: MappedDevice, plan: LoadPlan, stored: StoredModel) -> None:
-    """What a rank does with a device, but for the arena."""
+    """Place all chunks as a rank does, without an arena."""
     rank = plan.ranks[0]
     items = expand_read_items(rank.sources, plan.chunks)
     device.allocate(rank.segment_bytes)
@@ -157,7 +157,7 @@ def converted(device: Any, plan: LoadPlan, stored: StoredModel) -> dict[str, tup
     "precision",
     [Precision("float32"), *(Precision(quantization=scheme) for scheme in ("fp8", "int8", "nf4"))],
 )
-def test_tensors_are_converted_where_they_will_be(tmp_path: Path, precision: Precision) -> None:
+def test_tensors_are_converted_on_their_device(tmp_path: Path, precision: Precision) -> None:
     wide = random_arrays(llama_shapes(3, 64, 128, 4, 2, 33))  # nf4 takes rows of whole blocks
     stored = store_arrays(as_bf16({name: array & 0xBFFF for name, array in wide.items()}), shards=2, chunk_bytes=7000)
     folder = tmp_path / "offload"
@@ -208,7 +208,7 @@ def test_a_load_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "offload").iterdir()) == [], "a folder that was there stays, empty as it was"
 
 
-def test_each_device_is_given_up_when_nothing_is_copied_any_more(tmp_path: Path) -> None:
+def test_devices_are_freed_after_all_copies_ended(tmp_path: Path) -> None:
     """The GPU that unpins the arena does so for all, and one that cannot go on is no reason to keep the files."""
     said: list[str] = []
 
@@ -257,7 +257,7 @@ def test_hostile_names_are_refused_before_a_byte_moves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
-def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_disk_that_becomes_full_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -287,7 +287,7 @@ def test_tensors_on_disk_keep_no_descriptors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "cut short", "a link"])
-def test_a_file_that_is_not_what_was_written(tmp_path: Path, how: str) -> None:
+def test_a_changed_offload_file_is_refused(tmp_path: Path, how: str) -> None:
     device, plan, stored = disk_device(tmp_path)
     place_all(device, plan, stored)
     file = tmp_path / "offload" / "model.norm.weight.dat"

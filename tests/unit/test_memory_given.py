@@ -25,7 +25,7 @@ GB = 10**9
         ("8X141gb", (141 * GB,) * 8),
     ],
 )
-def test_what_is_meant(given: Any, meant: tuple[int, ...]) -> None:
+def test_valid_memory_specs_are_parsed(given: Any, meant: tuple[int, ...]) -> None:
     assert parse_memory(given) == meant
 
 
@@ -56,12 +56,12 @@ def test_what_is_meant(given: Any, meant: tuple[int, ...]) -> None:
         "24000",
     ],
 )
-def test_what_cannot_be_meant(given: Any) -> None:
+def test_invalid_memory_specs_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="memory"):
         parse_memory(given)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(10**6, 1 << 40)), min_size=1, max_size=8))
-def test_written_and_read(groups: list[tuple[int, int]]) -> None:
+def test_a_memory_spec_reads_back_as_written(groups: list[tuple[int, int]]) -> None:
     meant = tuple(size for count, size in groups for _ in range(count))
     assert parse_memory(",".join(f"{count}x{size}" for count, size in groups)) == meant == parse_memory(list(meant))

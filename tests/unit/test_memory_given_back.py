@@ -1,4 +1,4 @@
-"""A rank that does not finish gives everything back at once, also while somebody keeps its error."""
+"""A rank that does not finish frees its memory at once, also while its error is kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAN = build_load_plan(
 
 
 class WatchedDevice(CpuDevice):
-    """Knows whether its memory is still there. Converts when it is told to."""
+    """A device that knows whether its memory is still there. Converts when the test lets it."""
 
     def __init__(self, fails_in: str = "") -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class WatchedDevice(CpuDevice):
 
 @pytest.fixture(autouse=True)
 def automatic_collection_is_off() -> Iterator[None]:
-    """Memory must not wait for it: an error that nobody drops may keep it for ever."""
+    """Freed memory must not depend on it: a kept error would hold memory for ever."""
     gc.collect()
     gc.disable()
     yield
@@ -114,7 +114,7 @@ def test_cancelled_in_the_middle_of_a_conversion(shm_dir: Path) -> None:
     assert device._staging.kept_bytes == 0
 
 
-def test_frames_of_what_an_error_was_raised_from() -> None:
+def test_frames_of_chained_errors_are_cleared() -> None:
     kept: list[weakref.ref[Any]] = []
 
     def inner() -> None:

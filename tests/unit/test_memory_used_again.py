@@ -33,7 +33,7 @@ def warm() -> Iterator[None]:
 
 
 def leave_behind(byte: int) -> None:
-    """What a former load leaves, for every segment of the next one."""
+    """Fill the memory that the next load's segments reuse, as an earlier load would."""
     segments = PROCESS_MEMORY.take([1 << 16] * 8)
     for segment in segments:
         segment.data[:] = byte

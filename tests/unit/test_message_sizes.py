@@ -1,4 +1,4 @@
-"""How messages grow: with nodes, never with chunks, nor with ranks times tensors. Counted, not timed."""
+"""Messages grow with nodes, never with chunks, nor with ranks times tensors. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def beats_of_a_load(chunk_bytes: int, heartbeats: int) -> tuple[list[AgentBeat],
     return beats, report.needed_chunks, len(pickle.dumps(report))
 
 
-def test_what_agents_tell_the_coordinator_does_not_grow_with_chunks() -> None:
+def test_heartbeats_do_not_grow_with_chunks() -> None:
     few, few_chunks, few_report = beats_of_a_load(256 * KIB, 20)
     many, many_chunks, many_report = beats_of_a_load(8 * KIB, 20)
     assert many_chunks > 20 * few_chunks
@@ -77,8 +77,8 @@ def test_what_agents_tell_the_coordinator_does_not_grow_with_chunks() -> None:
     assert many_report <= few_report + 64
 
 
-def test_heartbeats_of_a_node_with_many_gpus_stay_in_the_kilobytes() -> None:
-    """Every figure as large as it gets; two a second of each of a thousand nodes are some megabytes a second."""
+def test_heartbeats_of_a_node_with_many_gpus_stay_small() -> None:
+    """Every number is as large as it gets. Two a second from a thousand nodes are a few megabytes a second."""
     large = 2**40
     counters = LoadCounters(
         dict.fromkeys(SOURCES, large),
@@ -112,7 +112,7 @@ def test_heartbeats_of_a_node_with_many_gpus_stay_in_the_kilobytes() -> None:
     assert len(pickle.dumps(more)) - len(pickle.dumps(beat)) < KIB
 
 
-def test_tables_that_nodes_get_do_not_grow_with_ranks_or_replicas() -> None:
+def test_node_tables_do_not_grow_with_ranks_or_replicas() -> None:
     sizes = {
         layout: len(pack_shared(plan_of(SHAPE, 64 * KIB, layout)[1]))
         for layout in (Layout(4), Layout(4, 8), Layout(4, 8, 32))

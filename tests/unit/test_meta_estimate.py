@@ -62,7 +62,7 @@ def test_shapes_of_a_dense_model_are_those_that_are_stored(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_experts_are_counted_one_by_one(family: str, tmp_path: Path) -> None:
-    """What is converted at a time is one of them, as it is of the checkpoint."""
+    """Experts are converted one at a time, as in the checkpoint."""
     folder = save_tiny(family, tmp_path / "model")
     expert = {t.name: t.shape for t in open_model(LocalStore(str(folder)), chunk_bytes=MIB).tensors}
     estimated = estimate_index((folder / "config.json").read_bytes(), MIB)
@@ -100,7 +100,7 @@ def test_will_a_70b_fit_on_four_times_24_gb(tmp_path: Path) -> None:
     assert all(rank.device_bytes < 24e9 for rank in taken.ranks)
 
 
-def test_a_config_that_names_no_dtype_says_so() -> None:
+def test_a_config_without_a_dtype_is_reported() -> None:
     made = estimate_index(config_bytes(torch_dtype=None), MIB)
     assert "it names no dtype" in made.notes[0]
     assert {tensor.dtype for tensor in estimate_index(config_bytes(dtype="float32"), MIB).tensors} == {"F32"}
@@ -132,7 +132,7 @@ def test_tied_weights_count_once() -> None:
         ({"architectures": ["os", "AutoConfig", 5]}, ""),
     ],
 )
-def test_what_cannot_be_estimated_is_one_clear_error(changes: dict[str, Any], said: str) -> None:
+def test_models_that_cannot_be_estimated_are_one_clear_error(changes: dict[str, Any], said: str) -> None:
     if not said:  # a name that is no model class is passed over, and nothing of it runs
         assert estimate_index(config_bytes(**changes), MIB).tensors
         return
@@ -141,13 +141,13 @@ def test_what_cannot_be_estimated_is_one_clear_error(changes: dict[str, Any], sa
 
 
 @pytest.mark.parametrize("where", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_code_that_a_config_names_is_not_looked_for(where: str) -> None:
+def test_code_named_by_a_config_is_not_fetched(where: str) -> None:
     """transformers fetches kernels of that name."""
     plain = estimate_index(config_bytes(), MIB)
     assert estimate_index(config_bytes(**{where: "somebody/kernels"}), MIB).tensors == plain.tensors
 
 
-def test_a_text_config_that_is_none_is_one_clear_error() -> None:
+def test_an_invalid_text_config_is_one_clear_error() -> None:
     with pytest.raises(ModelConfigError, match="transformers cannot make a model"):
         estimate_index(config_bytes(torch_dtype=None, text_config="text"), MIB)
 

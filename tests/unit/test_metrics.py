@@ -1,4 +1,4 @@
-"""What a scrape gets, over HTTP, from a coordinator's loop that may be busy."""
+"""A scrape gets its answer over HTTP from a coordinator whose loop may be busy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cluster_metrics() -> ClusterMetrics:
 
 
 def serving(config: Config, work: Callable[[MetricsServer], Any], of: ClusterMetrics | None = None) -> Any:
-    """What `work` says of a server, in a thread beside the loop that makes the snapshots."""
+    """Return what `work` returns for a server, in a thread beside the loop that makes the snapshots."""
 
     async def run() -> Any:
         server = MetricsServer(config, of or cluster_metrics())
@@ -78,7 +78,7 @@ def scraped(server: MetricsServer) -> str:
         return text
 
 
-def test_a_scrape_tells_counters_gauges_and_histograms() -> None:
+def test_a_scrape_has_counters_gauges_and_histograms() -> None:
     text = serving(Config(metrics_port=0), scraped)
     found = {
         (sample.name, *sorted(sample.labels.values())): sample.value
@@ -110,7 +110,7 @@ def test_a_scrape_may_ask_for_some_metrics_only() -> None:
 
 
 @needs_promtool
-def test_prometheus_has_nothing_to_say_against_the_names() -> None:
+def test_promtool_accepts_the_metric_names() -> None:
     promtool("check", "metrics", stdin=serving(Config(metrics_port=0), scraped))
 
 
@@ -139,12 +139,12 @@ def test_a_coordinator_that_was_restarted_takes_the_port_again() -> None:
         urllib.request.urlopen(url, timeout=5)
 
 
-def test_nobody_listens_when_it_is_off_or_cannot_be() -> None:
+def test_no_port_is_opened_when_metrics_are_off_or_unavailable() -> None:
     assert serving(Config(metrics_port=-1), lambda server: server.url) == ""
     assert serving(Config(metrics_port=0, metrics_host="192.0.2.1"), lambda server: server.url) == ""
 
 
-def test_it_listens_on_this_host_only_unless_told_otherwise() -> None:
+def test_it_listens_on_this_host_only_by_default() -> None:
     assert Config().metrics_host == "127.0.0.1"
     assert serving(Config(metrics_port=0), lambda server: server.url).startswith("http://127.0.0.1:")
     url = serving(Config(metrics_port=0, metrics_host="0.0.0.0"), lambda server: server.url)
@@ -154,7 +154,7 @@ def test_it_listens_on_this_host_only_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics/../etc/passwd", "/metricsx", "//x"])
-def test_nothing_else_is_there(path: str) -> None:
+def test_other_paths_are_not_found(path: str) -> None:
     def ask(server: MetricsServer) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", int(server.url.split(":")[2].split("/")[0]), timeout=10)
         connection.request("GET", path)
@@ -165,7 +165,7 @@ def test_nothing_else_is_there(path: str) -> None:
     assert serving(Config(metrics_port=0), ask) == 404
 
 
-def test_a_loop_that_does_not_answer_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_loop_is_reported_to_the_scraper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "SNAPSHOT_S", 0.1)
     asked, go_on = threading.Event(), threading.Event()
 
@@ -189,7 +189,7 @@ def test_a_loop_that_does_not_answer_is_told_as_that(monkeypatch: pytest.MonkeyP
     assert asked.is_set()
 
 
-def test_a_scraper_that_says_nothing_keeps_nobody() -> None:
+def test_a_silent_scraper_blocks_no_other() -> None:
     def ask(server: MetricsServer) -> str:
         port = int(server.url.split(":")[2].split("/")[0])
         silent = [http.client.HTTPConnection("127.0.0.1", port) for _ in range(20)]
@@ -204,7 +204,7 @@ def test_a_scraper_that_says_nothing_keeps_nobody() -> None:
     assert metrics.BUILD_INFO.name in serving(Config(metrics_port=0), ask)
 
 
-def test_the_loop_goes_on_while_somebody_scrapes() -> None:
+def test_a_scrape_does_not_block_the_loop() -> None:
     async def run() -> int:
         server = MetricsServer(Config(metrics_port=0), cluster_metrics())
         server.start()

@@ -1,4 +1,4 @@
-"""config.json from a bucket: what is taken, and what is refused."""
+"""config.json from a bucket: valid fields are read, hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_llama() -> None:
     assert (config.model_type, config.kv_heads, config.head_rows) == ("llama", 8, 128)
 
 
-def test_what_is_missing() -> None:
+def test_missing_fields_are_reported() -> None:
     empty = parse_model_config(b"{}")
     assert (empty.model_type, empty.kv_heads, empty.head_rows) == (None, None, None)
     assert ModelConfig(num_attention_heads=4, num_key_value_heads=None).kv_heads == 4
@@ -105,7 +105,7 @@ def test_all_problems_are_listed() -> None:
 
 
 @given(st.binary(max_size=200) | st.text('{}[]":,0123456789.eE-ntrufalse', max_size=60).map(str.encode))
-def test_no_bytes_crash_it(data: bytes) -> None:
+def test_arbitrary_bytes_do_not_crash_the_parser(data: bytes) -> None:
     with suppress(ModelConfigError):
         assert isinstance(parse_model_config(data), ModelConfig)
 
@@ -130,7 +130,7 @@ def test_read_from_a_store() -> None:
 
 
 @pytest.mark.parametrize("given", ["gptq", 5, ["gptq"]])
-def test_problems_call_fields_what_config_json_calls_them(given: object) -> None:
+def test_problems_use_the_field_names_of_config_json(given: object) -> None:
     with pytest.raises(ModelConfigError) as error:
         parse_model_config(json.dumps({"quantization_config": given}).encode())
     assert "quantization_config: Input should be an object, got" in error.value.message

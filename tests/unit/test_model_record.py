@@ -34,7 +34,7 @@ def refused(error: LongshoreError, holders: Holders | None = None) -> ModelRecor
     return record
 
 
-def test_who_asks_again_with_rules_answers_the_question() -> None:
+def test_a_request_with_rules_replaces_a_refused_one() -> None:
     record = refused(UnknownFamily("no rules"))
     assert record.is_answered_by(asked(RULES))
     assert record.is_answered_by(replace(asked(RULES), keep=True, client_id="another"))
@@ -48,19 +48,19 @@ def test_other_refusals_stay(error: LongshoreError) -> None:
     assert not refused(error).is_answered_by(asked(RULES))
 
 
-def test_who_has_not_heard_of_it_yet_still_does() -> None:
+def test_a_refusal_stays_until_its_holders_received_it() -> None:
     record = refused(UnknownFamily("no rules"), Holders().hold("client", 0.0))
     assert not record.is_answered_by(asked(RULES))
     record.holders = record.holders.drop("client")
     assert record.is_answered_by(asked(RULES))
 
 
-def test_a_load_that_goes_on_is_no_refusal() -> None:
+def test_a_running_load_is_not_a_refusal() -> None:
     record = ModelRecord("m-1", asked(), Life.new(2), Holders())
     assert not record.is_answered_by(asked(RULES))
 
 
-def test_what_is_at_hand() -> None:
+def test_only_a_ready_model_of_the_same_request_is_at_hand() -> None:
     record = ModelRecord("m-1", asked(), Life.new(1), Holders(), revision="r1")
     identity = asked().identity()
     assert not record.is_at_hand(identity, "r1")
@@ -72,8 +72,8 @@ def test_what_is_at_hand() -> None:
     assert not record.is_at_hand(asked(RULES).identity(), "r1")
 
 
-def test_nobody_else_assigns_fields_of_a_record() -> None:
-    """Its methods keep together what belongs together; whoever assigned one field could forget another."""
+def test_only_its_own_methods_assign_fields_of_a_record() -> None:
+    """Its methods keep related fields together; an outside assignment could forget one."""
     fields = {field.name for field in dataclasses.fields(ModelRecord)}
     assigned = []
     for path in (ROOT / "actors").rglob("*.py"):

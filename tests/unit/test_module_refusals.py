@@ -1,4 +1,4 @@
-"""What `into` refuses, and what it says: buffers that nobody makes, other names, quantized weights, lazy modules."""
+"""`into` refuses missing buffers, other names, quantized weights and lazy modules, and says why."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_likely_prefixes() -> None:
         {"qweight": torch.zeros(4, 1, dtype=torch.int32), "scales": torch.zeros(4, 1)},
     ],
 )
-def test_quantized_weights_for_a_module_that_was_not_made_for_them(tensors: dict[str, torch.Tensor]) -> None:
+def test_quantized_weights_need_a_quantized_module(tensors: dict[str, torch.Tensor]) -> None:
     error = refused(linear(), {**tensors, "bias": WEIGHTS["bias"]})
     assert "weights are quantized: make the module for them" in error.hint
     assert "dtype" not in error.hint
@@ -128,6 +128,6 @@ def test_quantized_weights_for_a_module_that_was_not_made_for_them(tensors: dict
         ("linear", {"requires_grad": "yes"}, "requires_grad must be"),
     ],
 )
-def test_arguments_that_cannot_be_meant(module: Any, options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(module: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         fill(linear() if module == "linear" else module, **options)

@@ -45,7 +45,7 @@ def shown() -> Iterator[tuple[str, str]]:
 
 
 def unknown(expression: str) -> set[str]:
-    """What it names and nobody exposes or records."""
+    """Return the names in an expression that nothing exposes or records."""
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     return set(NAME.findall(expression)) - set(LABELS) - recorded
 
@@ -58,12 +58,12 @@ EXPRESSIONS = {
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_expressions_name_metrics_that_there_are(name: str) -> None:
+def test_expressions_name_existing_metrics(name: str) -> None:
     assert NAME.findall(EXPRESSIONS[name])
     assert not unknown(EXPRESSIONS[name])
 
 
-def test_a_metric_that_is_not_there_is_noticed() -> None:
+def test_an_unknown_metric_is_noticed() -> None:
     assert unknown("rate(longshore_bytes_total[5m]) + longshore:made:up") == {
         "longshore_bytes_total",
         "longshore:made:up",
@@ -107,7 +107,7 @@ def test_every_alert_is_tested_to_fire_and_not_to() -> None:
             assert {(rule["alert"], True), (rule["alert"], False)} <= set(cases), rule["alert"]
 
 
-def test_every_alert_says_how_bad_it_is_and_the_page_what_to_do() -> None:
+def test_every_alert_has_a_severity_and_a_documented_action() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     for rule in alerts:
         assert rule["labels"]["severity"] in ("critical", "warning")
@@ -117,7 +117,7 @@ def test_every_alert_says_how_bad_it_is_and_the_page_what_to_do() -> None:
     assert all(row[3].strip() for row in rows)
 
 
-def test_what_an_operator_looks_for_is_shown() -> None:
+def test_panels_show_what_an_operator_looks_for() -> None:
     titles = {panel["title"] for panel in dashboard()["panels"]}
     assert {
         "Load waterfall",
@@ -165,7 +165,7 @@ def test_legends_name_labels_that_the_answer_has() -> None:
             assert labels <= LABELS[metric], expression
 
 
-def test_the_dashboard_is_what_its_script_makes() -> None:
+def test_the_dashboard_is_generated_by_its_script() -> None:
     pytest.importorskip("grafana_foundation_sdk")
     spec = importlib.util.spec_from_file_location("longshore_dashboard", MONITORING / "dashboard.py")
     assert spec is not None

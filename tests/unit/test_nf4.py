@@ -79,7 +79,7 @@ def test_matrices_of_experts_are_the_librarys_too(library: Any) -> None:
     assert_same(ours(weight, "BF16"), the_librarys(library, weight))
 
 
-def test_the_library_reads_it(library: Any) -> None:
+def test_the_library_reads_the_quantized_tensors(library: Any) -> None:
     weight = random_weight(16, 4 * BLOCK, torch.float32, 7, 1.0)
     made = ours(weight, "F32")
     said = {f"weight{suffix}": tensor for suffix, tensor in made.items() if suffix}
@@ -90,14 +90,14 @@ def test_the_library_reads_it(library: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # what is no number may be warned of
-def test_what_is_infinite_or_no_number_is_as_the_library_has_it(library: Any) -> None:
+def test_infinities_and_nans_match_the_library(library: Any) -> None:
     weight = random_weight(4, 4 * BLOCK, torch.float32, 3, 1.0)
     weight[0, 3], weight[1, 70], weight[2, 200] = torch.inf, torch.nan, -torch.inf
     assert_same(ours(weight, "F32"), the_librarys(library, weight))
 
 
 def test_borders_between_values() -> None:
-    """On each of them, and a step of float32 to both sides, what is looked up is what a comparison says."""
+    """Look-up and comparison agree on each border and one float32 step to both sides."""
     middles = convert._middles(torch.device("cpu"))
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
     near = torch.cat((middles, middles.nextafter(up), middles.nextafter(down), torch.tensor(VALUES)))
@@ -111,8 +111,8 @@ def test_borders_between_values() -> None:
     ]
 
 
-def test_all_of_the_range_is_looked_up_as_it_is_compared() -> None:
-    """Every number that the rounding to steps tells apart, and many more."""
+def test_the_lookup_table_agrees_with_comparisons() -> None:
+    """Every number that the rounding to steps distinguishes, and many more."""
     scaled = torch.linspace(-1, 1, 1 << 16)
     middles = convert._middles(torch.device("cpu"))
     assert torch.equal(convert._look_up(scaled), (scaled[:, None] > middles).sum(1).to(torch.uint8))

@@ -34,7 +34,7 @@ def node(*free_gb: int, gpus_free: int = 0, name: str = "n") -> NodeInfo:
     )
 
 
-def test_gpus_count_as_the_least_roomy_of_the_roomiest() -> None:
+def test_the_limit_is_the_smallest_of_the_gpus_with_most_room() -> None:
     limits = dict(node_limits(node(70, 10, 60), 2, AUTO, FitOptions(), CONFIG))
     assert limits == {0: 59 * GB, 1: 59 * GB, "cpu": 37 * GB - WORKER_BYTES}
     assert dict(node_limits(node(11), 1, AUTO, FitOptions(), CONFIG))[0] == 9 * GB, "alone, it keeps a tenth"
@@ -54,7 +54,7 @@ def test_the_calling_process() -> None:
 
 
 def own(facts: RankFacts, device: str, *free_gb: int, fit: FitOptions | None = None) -> DoesNotFit | None:
-    """Of rank 3, in a process that sees GPUs with so much free."""
+    """Return the misfit of rank 3 in a process that sees GPUs with this much free."""
     here = node(*free_gb)
     return own_misfit(3, facts, here.gpus, here.pools, device, fit or FitOptions(), CONFIG)
 
@@ -106,7 +106,7 @@ def test_the_node_with_most_gpus_that_are_free() -> None:
         assign_gpus([], 1)
 
 
-def test_a_rank_with_several_gpus_takes_no_worker_group_over_but_its_place() -> None:
+def test_a_rank_with_several_gpus_ends_an_idle_worker_group() -> None:
     worker_group = IdleWorkerGroup("g", "cuda", ("many",), {}, 0.0)
     there = [node(70, 70, gpus_free=1, name="many")]
     assert choose([worker_group], there, Layout(), "cuda", 4).take == "g"

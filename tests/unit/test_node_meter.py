@@ -1,4 +1,4 @@
-"""What an agent adds to its heartbeats: its number, memory as the kernel has it, the disk."""
+"""An agent adds to its heartbeats a number, the kernel's count of its memory, and the state of its disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_heartbeats_are_numbered(tmp_path: Path) -> None:
     assert [there.complete(of).number for of in (beat(), beat(stats=None), beat())] == [1, 2, 3]
 
 
-def test_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
+def test_memory_comes_from_the_kernels_counters(tmp_path: Path) -> None:
     mine = RankBeat("x", 1, 0, 0, os.getpid(), 0, 0.0)
     gone = RankBeat("x", 1, 1, 0, 2**22 + 1, 0, 0.0)  # no process has such a number
     nobody = RankBeat("x", 1, 2, 0, 0, 0, 0.0)
@@ -53,7 +53,7 @@ def test_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
     assert [rank.own_bytes for rank in found.ranks[1:]] == [0, 0]
 
 
-def test_what_cannot_be_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_values_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> Any:
         raise OSError
 

@@ -1,4 +1,4 @@
-"""What an agent tells its ranks of requests in flight, and why it gives no leases. Driven without agent and clock."""
+"""An agent limits its ranks' requests in flight and says why it grants no leases. No agent or clock runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_bound_is_kept():
     assert Node(slots=64, most_requests=1).tell(0, 0.1, want_leases=2).requests == 1
 
 
-def test_requests_rise_while_they_pay():
+def test_requests_rise_while_throughput_rises():
     """Each request takes a second, however many there are."""
     node, now_s = Node(slots=64, most_requests=4), 0.0
     requests = START
@@ -80,7 +80,7 @@ def test_requests_rise_while_they_pay():
     assert requests == 4
 
 
-def test_a_rank_without_leases_is_told_what_is_short():
+def test_a_rank_without_leases_learns_what_is_short():
     node = Node(slots=5)
     first = node.tell(0, 0.1, want_leases=3)
     assert (len(first.leases), first.short_of) == (3, "")

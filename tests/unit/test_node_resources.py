@@ -1,4 +1,4 @@
-"""What an agent takes of its host, when others take of it too, and what it says of the rest."""
+"""An agent takes memory of a host that it shares with others, and reports the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(arena_bytes: int, **settings: int) -> Config:
     return Config.model_validate({"arena_bytes": arena_bytes, "slot_bytes": MIB, "host_reserve_bytes": 0, **settings})
 
 
-def test_agents_of_one_host_see_what_the_others_are_still_to_take(small_tmpfs: Path) -> None:
+def test_agents_of_one_host_count_memory_the_others_will_take(small_tmpfs: Path) -> None:
     """Each arena of 5 MiB fits into 8 MiB, and neither has touched a page when the other one looks."""
     paths = [arena_path("cluster", f"node-{number}", str(small_tmpfs)) for number in range(4)]
     barrier = threading.Barrier(len(paths))
@@ -47,7 +47,7 @@ def test_agents_of_one_host_see_what_the_others_are_still_to_take(small_tmpfs: P
     arena.close()
 
 
-def test_an_arena_without_a_size_is_a_quarter_of_what_others_leave(small_tmpfs: Path) -> None:
+def test_an_arena_without_a_size_takes_a_quarter_of_the_rest(small_tmpfs: Path) -> None:
     def make(name: str) -> Arena:
         return open_arena(config(0), arena_path("cluster", name, str(small_tmpfs)), str(small_tmpfs))[0]
 
@@ -70,8 +70,8 @@ def test_an_arena_leaves_the_reserve(small_tmpfs: Path, monkeypatch: pytest.Monk
     assert os.listdir(small_tmpfs) == []
 
 
-def test_memory_that_gets_short_while_the_arena_takes_its_own(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would end somebody: a slot too many is not asked for, and the rest is given back."""
+def test_an_arena_stops_growing_when_memory_runs_short(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would kill a process otherwise. No further slot is requested, and the rest is freed."""
     settings = config(64 * MIB)
     arena, _ = open_arena(settings, arena_path("cluster", "node", str(shm_dir)), str(shm_dir))
     left = iter([1 << 40, 1 << 40, 0])
@@ -83,7 +83,7 @@ def test_memory_that_gets_short_while_the_arena_takes_its_own(shm_dir: Path, mon
     arena.close()
 
 
-def test_what_arenas_are_still_to_take_is_not_free(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_promised_to_arenas_is_not_free(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = MemoryPool("host", 1 << 40, 1 << 41)  # else others take and give back meanwhile
     monkeypatch.setattr(node_resources, "memory_pools", lambda: (pool,))
     assert untouched_bytes(str(shm_dir)) == 0
@@ -98,7 +98,7 @@ def test_what_arenas_are_still_to_take_is_not_free(shm_dir: Path, monkeypatch: p
     assert untouched_bytes(str(shm_dir / "missing")) == 0
 
 
-def test_who_is_stopped_while_it_makes_an_arena_stops_nobody_for_ever(
+def test_a_process_stopped_while_making_an_arena_blocks_no_other(
     shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert LOCK_PATIENCE_S > 1
@@ -119,7 +119,7 @@ def test_who_is_stopped_while_it_makes_an_arena_stops_nobody_for_ever(
         ({"RAY_memory_usage_threshold": "0.8", "RAY_memory_monitor_refresh_ms": "0"}, 1.0),
     ],
 )
-def test_where_ray_kills_workers(shm_dir: Path, environ: dict[str, str], share: float) -> None:
+def test_rays_memory_threshold_sets_the_reserve(shm_dir: Path, environ: dict[str, str], share: float) -> None:
     assert ray_kills_above(environ) == share
     for pool, seen in zip(host_pools(str(shm_dir), environ), memory_pools(), strict=True):
         assert pool.pool_id == seen.pool_id

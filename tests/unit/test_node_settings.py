@@ -1,4 +1,4 @@
-"""Which environment a node's settings come from, and what is said of it."""
+"""A node's settings come from the right environment, and the node reports that environment."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_every_object_is_checked(shm_dir: Path, hash_name: str, part_bytes: int,
 @pytest.mark.parametrize("placement", ["via_arena", "direct"])
 @pytest.mark.parametrize("part_bytes", [0, 5000], ids=["whole", "composite"])
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_a_flipped_bit_fails_the_load_and_the_next_one_is_not_poisoned(
+def test_a_flipped_bit_fails_one_load_and_not_the_next(
     shm_dir: Path, fsdp: int, part_bytes: int, placement: str
 ) -> None:
     store = SummedStore(OBJECTS, "crc64nvme", part_bytes)
@@ -141,7 +141,7 @@ def test_a_flipped_bit_fails_the_load_and_the_next_one_is_not_poisoned(
             assert {key for key, _ in store.reads} == {SECOND}
 
 
-def test_what_comes_from_the_arena_was_checked_when_it_came(shm_dir: Path) -> None:
+def test_chunks_in_the_arena_count_as_checked(shm_dir: Path) -> None:
     store = SummedStore(OBJECTS, "crc32c")
     with local_node(shm_dir, slots=60) as node:
         node.load(_plan(store, fsdp=2), store)
@@ -150,7 +150,7 @@ def test_what_comes_from_the_arena_was_checked_when_it_came(shm_dir: Path) -> No
         assert verified_by(report.objects) == "store:crc32c"
 
 
-def test_an_agent_that_was_restarted_says_that_it_does_not_know(shm_dir: Path) -> None:
+def test_a_restarted_agent_reports_unknown_checks(shm_dir: Path) -> None:
     store = SummedStore(OBJECTS, "crc32c")
     with local_node(shm_dir, slots=60) as node:
         node.load(_plan(store), store)
@@ -163,9 +163,7 @@ def test_an_agent_that_was_restarted_says_that_it_does_not_know(shm_dir: Path) -
         assert verified_by(report.objects) == "transport"
 
 
-def test_what_comes_from_disk_is_checked_again_and_what_is_damaged_does_not_stay_there(
-    shm_dir: Path, tmp_path: Path
-) -> None:
+def test_chunks_from_disk_are_checked_and_damaged_ones_removed(shm_dir: Path, tmp_path: Path) -> None:
     store = SummedStore(OBJECTS, "crc64nvme")
     plan = _plan(store)
     disk = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": 1 << 24}
@@ -196,7 +194,7 @@ def test_what_comes_from_disk_is_checked_again_and_what_is_damaged_does_not_stay
         assert verified_by(report.objects) == "store:crc64nvme"
 
 
-def test_a_node_that_needs_only_part_of_an_object_says_so(shm_dir: Path) -> None:
+def test_a_node_that_reads_part_of_an_object_reports_it(shm_dir: Path) -> None:
     objects = flat_objects(tensors=3, rows=2048)  # 32 KiB each: a rank's half is whole chunks
     store = SummedStore(objects, "crc64nvme")
     plan = _plan(store, fsdp=2)
@@ -220,7 +218,7 @@ def test_objects_without_a_usable_checksum(shm_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("hash_name", ["sha256", "md5", "etag_md5"])
-def test_a_small_object_is_one_chunk_for_a_checksum_that_does_not_combine(shm_dir: Path, hash_name: str) -> None:
+def test_a_small_object_is_one_chunk_for_any_checksum(shm_dir: Path, hash_name: str) -> None:
     objects = flat_objects(tensors=5)
     store = SummedStore(objects, hash_name)
     plan = _plan(store, chunk_bytes=1 << 16)
@@ -231,7 +229,7 @@ def test_a_small_object_is_one_chunk_for_a_checksum_that_does_not_combine(shm_di
         assert _outcomes(report.objects) == {"model.safetensors": hash_name.removeprefix("etag_")}
 
 
-def test_an_etag_that_differs_proves_nothing_and_a_checksum_that_differs_does(shm_dir: Path) -> None:
+def test_another_checksum_is_an_error_and_another_etag_is_not(shm_dir: Path) -> None:
     objects = flat_objects(tensors=5)
     for hash_name in ("etag_md5", "sha256"):
         store = SummedStore(objects, hash_name)

@@ -1,4 +1,4 @@
-"""An offload folder: what is in it, whose it is, and what is left of it."""
+"""The contents, the owner and the leftovers of an offload folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be used") as missing:
         OffloadFolder(str(tmp_path / "no" / "such"), "load").open(SIZES)
     assert missing.value.details["cause"] == os.strerror(2)
@@ -130,7 +130,7 @@ folder.remove()
 
 @contextlib.contextmanager
 def user_of(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that uses the folder until it is told to go."""
+    """Another process that uses the folder until it is ordered to leave."""
     with subprocess.Popen(
         [sys.executable, "-c", USER, str(path)],
         stdin=subprocess.PIPE,
@@ -157,7 +157,7 @@ def test_two_live_loads_exclude_each_other(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("owner", ["load 1", "load 2"])
-def test_what_a_killed_worker_left_is_removed_by_the_next_load(tmp_path: Path, owner: str) -> None:
+def test_the_next_load_removes_files_of_a_killed_worker(tmp_path: Path, owner: str) -> None:
     path = tmp_path / "offload"
     path.mkdir()
     with user_of(path) as user:
@@ -199,7 +199,7 @@ def test_a_load_waits_for_the_one_that_is_about_to_end(tmp_path: Path, monkeypat
 
 
 def test_the_locked_file_is_a_new_one_when_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock on a file that has been removed keeps nobody out."""
+    """A lock on a removed file excludes no other process."""
     path = tmp_path / "offload"
     path.mkdir()
     first, second = (OffloadFolder(str(path), load) for load in ("load 1", "load 2"))

@@ -1,4 +1,4 @@
-"""A device that comes up in a thread: what is asked of it is done in order, and what goes wrong is said."""
+"""A device that comes up in a thread does its requests in order and reports its errors."""
 
 from __future__ import annotations
 

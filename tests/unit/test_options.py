@@ -105,7 +105,7 @@ def types_of(hint: Any) -> Iterator[str]:
     yield from JSON_TYPES.get(get_origin(hint) or hint, ())
 
 
-def test_choices_are_those_of_the_code_that_takes_them() -> None:
+def test_choices_are_those_that_the_code_accepts() -> None:
     assert get_args(QuantizationName) == tuple(SCHEMES)
     for one in fields(LoadOptions):
         for choice in about(one).choices if one.metadata else ():
@@ -113,7 +113,7 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
     assert set(DTYPES) <= set(next(about(one).choices for one in fields(LoadOptions) if one.name == "dtype"))
 
 
-def test_options_pickle_and_cannot_be_changed() -> None:
+def test_options_are_frozen_and_can_be_pickled() -> None:
     keys = ["key"]
     options = LoadOptions("/model", trusted_keys=keys, max_memory={0: "1GB"}, device_map="auto")
     keys.append("another")

@@ -31,12 +31,12 @@ def test_private_memory_counts_and_shared_memory_does_not():
     assert abs(own_bytes() - before) < SLACK
 
 
-def test_of_another_process_and_of_none():
+def test_memory_of_other_and_of_missing_processes():
     assert own_bytes(os.getpid()) > MIB
     assert own_bytes(2**22 + 1) == 0
 
 
-def test_the_peak_is_of_the_samples_and_kept_memory_is_no_baseline():
+def test_the_peak_ignores_memory_kept_from_earlier_loads():
     memory = PeakMemory()
     block = touched(64 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.sample()

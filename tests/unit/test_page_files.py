@@ -1,4 +1,4 @@
-"""The page's files, without a browser: they name each other, nobody else, and their colours can be read."""
+"""The page's files, without a browser: they name only each other, and their colours can be read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client(service: ScriptedService) -> Iterator[TestClient]:
         yield made
 
 
-def test_every_file_of_the_folder_is_served_and_every_reference_is_one_of_them(client: TestClient) -> None:
+def test_every_file_is_served_and_every_reference_exists(client: TestClient) -> None:
     folder = Path(__file__).parents[2] / "serving" / "page"
     assert sorted(PATHS.values()) == sorted(path.name for path in folder.iterdir())
     for path in PATHS:
@@ -50,7 +50,7 @@ def test_every_file_of_the_folder_is_served_and_every_reference_is_one_of_them(c
     assert {f"/{name}" for name in named} == set(PATHS) - {"/"}
 
 
-def test_no_file_names_another_server_or_needs_what_the_policy_forbids() -> None:
+def test_files_name_no_other_server_and_keep_to_the_policy() -> None:
     for path, text in FILES.items():
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path
         assert not re.search(r"\beval\(|new Function|innerHTML|insertAdjacentHTML|document\.write", text), path
@@ -58,7 +58,7 @@ def test_no_file_names_another_server_or_needs_what_the_policy_forbids() -> None
     assert not re.search(r"\bstyle=|\bon[a-z]+=|<style|<script(?![^>]*\bsrc=)", HTML)
 
 
-def test_ids_are_unique_and_scripts_and_labels_name_none_that_is_not_there() -> None:
+def test_ids_are_unique_and_every_used_id_exists() -> None:
     ids = re.findall(r'\bid="([^"]+)"', HTML)
     assert len(ids) == len(set(ids))
     used = {name for text in SCRIPTS.values() for name in re.findall(r'\$\("([^"]+)"\)', text)}
@@ -95,7 +95,7 @@ def test_text_and_shapes_stand_out_in_both_themes(number: int) -> None:
             assert ratio(colours[shape], colours[ground]) >= SHAPE_RATIO, (shape, ground)
 
 
-def test_the_policy_lets_the_page_ask_nobody_else(client: TestClient) -> None:
+def test_the_policy_allows_requests_to_the_own_server_only(client: TestClient) -> None:
     policy = client.get("/").headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy

@@ -25,7 +25,7 @@ def test_populated_pages_are_there_and_unchanged() -> None:
     assert memory[100:103] == b"abc"
 
 
-def test_what_cannot_be_populated_is_said() -> None:
+def test_pages_that_cannot_be_populated_are_reported() -> None:
     memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     assert populate(0, mmap.PAGESIZE) is False  # nothing is mapped at address 0
     assert populate(0, 0)

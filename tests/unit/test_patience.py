@@ -46,7 +46,7 @@ def test_waiting_ends_with_the_callers_patience(how: str) -> None:
     assert lock.acquire(blocking=False)
 
 
-def test_a_coordinator_that_is_being_started_is_waited_for_until_the_callers_deadline(
+def test_starting_a_coordinator_keeps_to_the_callers_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "ray", SimpleNamespace(wait=lambda references, timeout: ([], references)))

@@ -43,7 +43,7 @@ def whole(model: Path) -> int:
     return plan(model, config=CONFIG).ranks[0].device_bytes
 
 
-def test_nothing_is_known_of_the_memory(model: Path) -> None:
+def test_a_plan_without_memory_has_no_verdict(model: Path) -> None:
     found = plan(model)
     assert found.fit is not None
     assert (found.fit.fits, found.expected, found.estimated) == (None, None, False)
@@ -60,12 +60,12 @@ def test_the_model_is_spread_over_what_is_given(model: Path) -> None:
     assert plan(model, memory=f"{full}", config=CONFIG).layout == Layout()
 
 
-def test_where_tensor_parallelism_is_impossible_layers_are_spread(model: Path) -> None:
+def test_layers_are_spread_where_tensors_cannot_be_split(model: Path) -> None:
     assert plan(model, memory="3x24GB").layout == Layout(pipeline_parallel_size=3)
     assert plan(model, memory="5x24GB").layout == Layout(fsdp_size=5)  # it has four layers
 
 
-def test_auto_plans_what_it_takes(model: Path) -> None:
+def test_auto_returns_the_plan_that_it_chose(model: Path) -> None:
     full = whole(model)
     strict = plan(model, memory=str(full * 8 // 10), config=CONFIG)
     taken = plan(model, memory=str(full * 8 // 10), fit="auto", config=CONFIG)
@@ -133,8 +133,8 @@ def test_a_device_map_has_the_host_memory_that_is_given(model: Path) -> None:
     assert kept.ranks[0].bytes_by_device.get("cuda:0", 0) <= full * 0.9
 
 
-def test_what_is_in_host_memory_alone_is_said_so(model: Path) -> None:
-    """Not that ranks need 0 B, and not that there is nothing to hold."""
+def test_a_plan_without_gpu_tensors_says_so(model: Path) -> None:
+    """It does not say that ranks need 0 B, or that there is nothing to hold."""
     for memory in (None, "24GB"):
         found = plan(model, device_map={"": "cpu"}, memory=memory)
         assert found.fit is not None
@@ -148,7 +148,9 @@ def test_what_is_in_host_memory_alone_is_said_so(model: Path) -> None:
         ({0: "1MB", "cpu": 0, "disk": "1MB"}, "/scratch/llama", "raise max_memory, also of the disk"),
     ],
 )
-def test_a_hint_can_be_followed(model: Path, limits: dict[int | str, str | int], folder: str | None, said: str) -> None:
+def test_hints_suggest_only_options_that_help(
+    model: Path, limits: dict[int | str, str | int], folder: str | None, said: str
+) -> None:
     with pytest.raises(DoesNotFit) as refused:
         plan(model, device_map="auto", max_memory=limits, offload_folder=folder)
     assert said in refused.value.hint
@@ -237,7 +239,7 @@ def test_the_picture_of_a_request_is_that_of_its_plan(model: Path, tmp_path: Pat
         ({"fit": "auto", "memory": "24GB", "skip_quantization": ["**.layers.9.*"]}, "names no tensor.*layers.9"),
     ],
 )
-def test_what_cannot_be_meant_is_one_clear_error(model: Path, options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_one_clear_error(model: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan(model, **options)
 
@@ -251,7 +253,7 @@ def test_max_memory_alone_limits_each_device(model: Path) -> None:
     assert found.ranks[0].bytes_by_device["cuda:0"] <= half
 
 
-def test_a_size_that_cannot_be_is_answered_with_those_that_can(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_size_is_refused_with_the_possible_ones(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for tp, said in ((3, "2, 4, 1 or 8"), (6, "4, 8, 2 or 1"), (1000, "8, 4, 2 or 1")):
         assert main(["plan", str(model), "--tp", str(tp)]) == 3
         assert f"tensor_parallel_size can be {said}" in capsys.readouterr().err
@@ -261,7 +263,7 @@ def test_a_size_that_cannot_be_is_answered_with_those_that_can(model: Path, caps
     assert "pipeline_parallel_size can be 1 to 4" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_red_on_a_terminal_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_do_not_fit_are_red_on_a_terminal_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -299,7 +301,7 @@ def test_a_model_that_no_layout_spreads(tmp_path: Path) -> None:
         plan(tmp_path, memory="2x24GB")
 
 
-def test_no_weights_and_no_config(tmp_path: Path) -> None:
+def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(NotACheckpoint):
         plan(tmp_path)
@@ -308,7 +310,7 @@ def test_no_weights_and_no_config(tmp_path: Path) -> None:
         plan(tmp_path / "model.safetensors")
 
 
-def test_the_command_says_it_on_one_screen_and_ends_as_a_refused_load(
+def test_the_command_fits_one_screen_and_exits_as_the_load_would(
     model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["plan", str(model), "--memory", "4x600MB", "--store-rate", "1GB/s", "--reserve", "599500kB"]) == 3

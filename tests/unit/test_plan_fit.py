@@ -1,4 +1,4 @@
-"""Whether plans fit given memory: against weighing every rank by hand, and what is said of it on one screen."""
+"""Verdicts on given memory agree with a calculation by hand, and fit on one screen."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def given_devices(*sizes: int) -> Devices:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.lists(st.integers(0, 9), min_size=1, max_size=6))
-def test_fits_as_by_hand(needs: list[int], haves: list[int]) -> None:
+def test_fits_agree_with_a_calculation_by_hand(needs: list[int], haves: list[int]) -> None:
     ranks = tuple(RankFacts(need, need, need) for need in needs)
     in_order, any_order = given_devices(*haves), Devices(given_devices(*haves).rooms, SEEN)
     if len(needs) <= len(haves):
@@ -83,7 +83,7 @@ def test_fits_as_by_hand(needs: list[int], haves: list[int]) -> None:
         assert {each.fits for each in weigh(ranks, in_order)} == {None}
 
 
-def test_devices_of_one_rank_are_told_by_number() -> None:
+def test_devices_of_one_rank_are_numbered() -> None:
     """A map may leave GPU 0 empty."""
     (on_second,) = weigh((RankFacts(5, 5, 5, devices=((1, 5),)),), given_devices(9, 4))
     assert (on_second.device, on_second.have_bytes, on_second.fits) == (1, 4, False)
@@ -100,7 +100,7 @@ def test_the_tensor_that_is_converted_needs_room_too() -> None:
     "layout", [Layout(), Layout(2), Layout(1, 2), Layout(pipeline_parallel_size=2), Layout(1, 1, 2)]
 )
 def test_every_size_of_memory(index: ModelIndex, layout: Layout, mode: str) -> None:
-    """With less and less memory: auto gives up precision in steps, never in vain; offers really fit."""
+    """With less and less memory, auto lowers precision in steps, never in vain. Its offers really fit."""
     asked = request(layout, mode)
     full = max(rank.device_bytes for rank in facts(index, asked))
     taken_before = 0
@@ -129,7 +129,7 @@ def test_every_size_of_memory(index: ModelIndex, layout: Layout, mode: str) -> N
     assert mode == "strict" or taken_before == 3
 
 
-def test_a_refusal_says_need_have_and_the_cheapest_change(index: ModelIndex) -> None:
+def test_a_refusal_shows_need_have_and_the_cheapest_change(index: ModelIndex) -> None:
     asked = request(Layout())
     full = facts(index, asked)[0].device_bytes
     _, found = fit(index, asked, given_devices(full * 6 // 10, full * 6 // 10))
@@ -146,7 +146,7 @@ def test_a_refusal_says_need_have_and_the_cheapest_change(index: ModelIndex) -> 
     assert "None of " in hopeless.sentence
 
 
-def test_offload_where_nothing_else_does(index: ModelIndex) -> None:
+def test_offload_is_offered_only_as_a_last_resort(index: ModelIndex) -> None:
     asked = request(Layout(), "auto")
     full = facts(index, asked)[0].device_bytes
     devices = given_devices(full // 5)  # the largest layer fits, int4 does not
@@ -165,7 +165,7 @@ def test_offload_where_nothing_else_does(index: ModelIndex) -> None:
     assert without.fits is False
 
 
-def test_two_changes_where_one_does_not_do(index: ModelIndex) -> None:
+def test_two_changes_are_offered_where_one_is_too_little(index: ModelIndex) -> None:
     asked = request(Layout())
     planned = []
 
@@ -178,7 +178,7 @@ def test_two_changes_where_one_does_not_do(index: ModelIndex) -> None:
     assert all(" and " in offer.what for offer in found.offers)
 
 
-def test_nobody_knows_the_memory(index: ModelIndex) -> None:
+def test_plans_without_known_memory_give_no_verdict(index: ModelIndex) -> None:
     _, found = fit(index, request(Layout(2)), None)
     assert (found.fits, found.memory) == (None, "")
     assert 'memory="4x24GB"' in found.sentence
@@ -197,6 +197,6 @@ def test_more_ranks_than_memory_is_an_error() -> None:
     assert [way.ranks for way in layouts_for(6)] == [6, 6, 6]
 
 
-def test_rooms_keep_free_what_was_asked() -> None:
+def test_rooms_keep_the_requested_reserve() -> None:
     asked = replace(request(Layout()), fit=FitOptions(gpu_memory_utilization=0.75, reserve_bytes=10))
     assert [room.have_bytes for room in rooms_of((100, 20), asked, CONFIG)] == [75, 10]

@@ -101,7 +101,7 @@ def test_bars_are_to_scale() -> None:
     assert (float(line.attrib["x1"]) - first) == pytest.approx(900_000 * scale, rel=1e-3)
 
 
-def test_whoever_cannot_see_it_is_told() -> None:
+def test_the_picture_has_a_text_description() -> None:
     root = drawn(layer_table(llama_plan(Layout(1, 2)).cut), "llama & co")
     assert (root.get("role"), root.get("aria-labelledby")) == ("img", "title desc")
     told = {child.get("id"): child.text for child in root if child.get("id")}
@@ -159,7 +159,7 @@ def test_equal_layers_are_one_row_with_their_count_and_size() -> None:
     ]
 
 
-def test_the_verdict_is_on_top_and_what_does_not_fit_is_red() -> None:
+def test_the_verdict_is_on_top_and_misfits_are_red() -> None:
     first, second = LayerColumn((0,), ({"U8": 600}, {"U8": 400})), LayerColumn((1,), ({"U8": 100}, {}))
     table = LayerTable(("a", "b"), (first, second))
     said = "does not fit: rank 0 needs 1.1 kB of device memory, a GPU has 700 B"

@@ -1,4 +1,4 @@
-"""What planning costs, counted on small models: kinds stay few, read items and messages grow in proportion."""
+"""The cost of planning, counted on small models: kinds stay few, items and messages grow in proportion."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_more_ranks_cost_the_planning_process_facts_only(tmp_path: Path) -> None
 
 
 @pytest.mark.slow  # imports Ray
-def test_the_table_names_every_figure(tmp_path: Path) -> None:
+def test_the_table_names_every_number(tmp_path: Path) -> None:
     found = stats(tmp_path / "model", 2, "8x2x1") | {"messages": messages(tmp_path / "model", "8x2x1", 8)}
     shown = table({"8x2x1": found})
     assert found["messages"]["nodes"] == 2

@@ -78,7 +78,7 @@ def test_numbers_of_ranks_and_nodes_are_those_of_their_plans(layout: Layout, per
         assert node.needed_bytes - node.overfetch_bytes == plan.cut.wanted_bytes(node.ranks)
 
 
-def test_what_ranks_have_in_common_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_facts_of_ranks_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = small_plan(Layout(1, 2, 32))
     asked: Counter[str] = Counter()
     for name in ("memory_map", "rank_chunks"):
@@ -101,7 +101,7 @@ def test_ranks_of_one_node_share_chunks() -> None:
     assert apart.placed_bytes == together.placed_bytes == 2 * 1408
 
 
-def test_what_a_store_can_check_is_told_before_the_load() -> None:
+def test_a_plan_shows_which_objects_the_store_can_check() -> None:
     plan = small_plan(Layout(1, 2))
     assert [(check.key, check.checked_by) for check in summarize_plan(plan).objects] == [(plan.shards[0].key, "")]
     assert unchecked_counts(summarize_plan(plan).objects) == {NO_CHECKSUM: 1}

@@ -103,7 +103,7 @@ def test_a_child_killed_in_mid_request_costs_that_request(model: Path, monkeypat
     with_planner(body)
 
 
-def test_a_child_killed_while_it_was_idle_costs_nothing(model: Path):
+def test_an_idle_child_that_is_killed_fails_no_request(model: Path):
     async def body(planner: Planner) -> None:
         await planner.prepare(request(model))
         (child,) = planner._all
@@ -114,9 +114,7 @@ def test_a_child_killed_while_it_was_idle_costs_nothing(model: Path):
     with_planner(body)
 
 
-def test_a_request_that_takes_too_long_or_is_cancelled_takes_its_child_along(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_late_or_cancelled_request_ends_its_child(model: Path, monkeypatch: pytest.MonkeyPatch):
     async def body(planner: Planner) -> None:
         await planner.prepare(request(model))
         (child,) = planner._all
@@ -162,7 +160,7 @@ def test_checks_wait_for_no_plan(model: Path):
     with_planner(body)
 
 
-def test_a_check_that_takes_too_long_says_that_the_store_is_away(model: Path):
+def test_a_slow_check_is_an_unavailable_store(model: Path):
     async def body(planner: Planner) -> None:
         assert not await planner.is_current(request(model), "another")
         (child,) = planner._all

@@ -59,7 +59,7 @@ def models(draw: st.DrawFn) -> tuple[StoredModel, dict[str, NDArray[np.generic]]
 
 @given(models())
 @settings(max_examples=200, deadline=None)
-def test_carrying_out_a_plan_gives_what_slicing_gives(
+def test_executing_a_plan_gives_the_same_bytes_as_slicing(
     case: tuple[StoredModel, dict[str, NDArray[np.generic]], Layout, Rules],
 ) -> None:
     model, arrays, layout, rules = case
@@ -89,7 +89,7 @@ def test_carrying_out_a_plan_gives_what_slicing_gives(
 
 @given(models(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_each_chunk_leaves_the_store_once_per_node_and_overfetch_is_counted(
+def test_chunks_are_read_once_per_node_and_overfetch_is_counted(
     case: tuple[StoredModel, dict[str, NDArray[np.generic]], Layout, Rules], data: st.DataObject
 ) -> None:
     model, _, layout, rules = case

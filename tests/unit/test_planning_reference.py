@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def reference_part(name: str, array: NDArray[np.uint16], tp_size: int, rank: int) -> NDArray[np.uint16]:
-    """What a tensor-parallel engine keeps, written down apart from our rules."""
+    """Return what a tensor-parallel engine keeps, written apart from Longshore's rules."""
     module = name.rsplit(".", 2)[-2]
     if module in ("k_proj", "v_proj"):
         heads = np.split(array, KV_HEADS)

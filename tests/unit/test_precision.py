@@ -1,4 +1,4 @@
-"""What becomes of each tensor, and plans of it: every rank's result is its part of the whole tensor's."""
+"""Conversion rules and plans: every rank's result is its part of the whole tensor's result."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def whole_results(plan: LoadPlan, model: StoredModel) -> dict[str, tuple[str, tu
 
 
 def expected_results(weights: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
-    """What the library makes of a Llama: matrices of its layers, no more."""
+    """Return what the library makes of a Llama: only the matrices of its layers are quantized."""
     found = {}
     for name, weight in weights.items():
         if weight.ndim == 2 and "embed" not in name and "lm_head" not in name:
@@ -76,7 +76,7 @@ def expected_results(weights: dict[str, torch.Tensor], scheme: str) -> dict[str,
     st.sampled_from([1000, 4099, 65536, 1 << 20]),
 )
 @settings(max_examples=8, deadline=None)
-def test_results_are_those_of_the_whole_tensor_on_any_number_of_ranks(
+def test_results_match_the_whole_tensor_on_any_number_of_ranks(
     scheme: str, sizes: tuple[int, int, int], chunk_bytes: int
 ) -> None:
     """Compared with the library over whole tensors; chunks end inside elements."""
@@ -164,7 +164,7 @@ def test_groups_are_not_cut(scheme: str, ranks: int, keeps: int, cut: int) -> No
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_what_is_quantized_and_what_is_not() -> None:
+def test_only_linear_layers_are_quantized() -> None:
     names = {
         "model.embed_tokens.weight": (100, 128),
         "model.layers.0.self_attn.q_proj.weight": (64, 128),
@@ -208,7 +208,7 @@ def test_what_is_quantized_and_what_is_not() -> None:
         chosen(Precision(quantization="int4", skip=("**",)))
 
 
-def test_what_is_cast_and_what_is_not() -> None:
+def test_only_plain_floating_point_weights_are_cast() -> None:
     tensors = [
         tensor("a.weight", (2, 2), "F32"),
         tensor("b.weight", (2, 2), "F64"),
@@ -226,7 +226,7 @@ def test_what_is_cast_and_what_is_not() -> None:
     assert decide_recipes([*tensors, *scales], Precision("bfloat16")) == [Recipe("BF16"), Recipe("BF16"), *[None] * 9]
 
 
-def test_quantization_is_computed_in_the_dtype_that_is_asked_for_else_in_the_stored_one() -> None:
+def test_quantization_uses_the_requested_or_the_stored_dtype() -> None:
     tensors = [tensor(f"{dtype}.weight", (2, 2), dtype) for dtype in ("BF16", "F16", "F32", "F64")]
     stored_so = decide_recipes(tensors, Precision(quantization="fp8"))
     assert [recipe and recipe.dtype for recipe in stored_so] == ["BF16", "F16", "F32", "F32"]
@@ -281,7 +281,7 @@ def test_other_names_of_a_dtype(name: Any, meant: str, tmp_path: Path) -> None:
         (("auto", "fp8", ["a"] * 1001), "more than 1000 patterns"),
     ],
 )
-def test_what_cannot_be_meant(arguments: tuple[Any, Any, Any], says: str) -> None:
+def test_invalid_precisions_are_refused(arguments: tuple[Any, Any, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         make_precision(*arguments)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -310,7 +310,7 @@ def test_problems_of_a_plan_of_converted_tensors_are_found() -> None:
         ("llama", "model.layers.0.self_attn.q_proj.weight", (), ""),
     ],
 )
-def test_weights_that_are_stored_by_input_are_not_taken_for_others(
+def test_weights_stored_by_input_are_refused_unless_skipped(
     family: str, name: str, skip: tuple[str, ...], says: str
 ) -> None:
     shape = (2, 256, 128) if "experts" in name else (256, 128)

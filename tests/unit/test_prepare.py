@@ -1,4 +1,4 @@
-"""From a stored model to a plan, and whether the stored model is still the one."""
+"""Preparing a plan from a stored model, and noticing that the stored model was replaced."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def request(folder: Path, *sizes: int, **other: Any) -> LoadRequest:
     return make_request(LoadOptions(str(folder), **asdict(Layout(*sizes)), **other))
 
 
-def test_a_plan_for_what_is_stored(tmp_path: Path):
+def test_a_stored_model_can_be_planned(tmp_path: Path):
     write_tiny_llama(tmp_path)
     index, plan = prepare_plan(request(tmp_path, 2, 2), chunk_bytes=MIB, read_timeout_s=5)
     assert len(plan.ranks) == 4
@@ -61,7 +61,7 @@ def test_a_broken_config_matters_to_tensor_parallelism_only(tmp_path: Path):
 
 
 @pytest.mark.parametrize("published", [True, False])
-def test_a_shard_that_is_cut_short_is_told_in_one_line(tmp_path: Path, published: bool):
+def test_a_truncated_shard_is_reported_in_one_line(tmp_path: Path, published: bool):
     write_tiny_llama(tmp_path, shards=1)
     if published:
         publish(LocalStore(str(tmp_path)))
@@ -101,7 +101,7 @@ def test_a_config_that_is_not_the_published_one_has_a_hint(tmp_path: Path, ranks
     assert exit_code(refused.value) == 6
 
 
-def test_a_broken_config_does_not_stand_in_the_way_of_a_device_map(tmp_path: Path):
+def test_a_device_map_needs_no_valid_config(tmp_path: Path):
     write_tiny_llama(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
     wanted = request(tmp_path, device_map="sequential", max_memory={"cpu": "1GB"})
@@ -136,13 +136,13 @@ def test_a_tensor_that_no_rule_names_is_an_error(tmp_path: Path):
         ({"m.safetensors": b"short"}, CheckpointError),
     ],
 )
-def test_what_is_no_model(tmp_path: Path, files: dict[str, bytes], error: Any):
+def test_places_without_a_model_are_refused(tmp_path: Path, files: dict[str, bytes], error: Any):
     write_objects(tmp_path, files)
     with pytest.raises(error):
         prepare_plan(request(tmp_path), chunk_bytes=MIB, read_timeout_s=5)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path):
+def test_a_missing_folder_is_an_error(tmp_path: Path):
     with pytest.raises((StoreError, NotACheckpoint)):
         prepare_plan(request(tmp_path / "nowhere"), chunk_bytes=MIB, read_timeout_s=5)
 

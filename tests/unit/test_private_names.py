@@ -61,8 +61,8 @@ def test_an_attribute_that_botocore_lost_is_named(has: str) -> None:
         botocore_private.replace_http_session(client, {}, lambda session: session)  # type: ignore[arg-type]
 
 
-def test_the_command_line_says_so() -> None:
-    """In a process of its own, where nothing was imported before."""
+def test_the_command_line_reports_a_lost_name() -> None:
+    """It runs in a new process that has imported nothing."""
     script = (
         "import botocore.awsrequest as lost; del lost.AWSHTTPSConnectionPool\n"
         "from cluster.command_line.cli import main; raise SystemExit(main(['verify', 's3://bucket/model']))"

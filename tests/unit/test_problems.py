@@ -36,7 +36,7 @@ def test_the_list_is_bounded_and_the_count_is_not(count: int) -> None:
     assert bool(problems) == (count > 0)
 
 
-def test_names_keep_what_can_be_read() -> None:
+def test_readable_characters_of_names_are_kept() -> None:
     assert quote("層.重み") == "'層.重み'"
     assert quote("a\nb\x00") == "'a\\nb\\x00'"
     assert quote("x" * 500).startswith("'xxx")
@@ -63,7 +63,7 @@ def test_names_keep_what_can_be_read() -> None:
         ("me:SECRET@host/x", "host/x"),
     ],
 )
-def test_a_uri_is_printed_without_what_may_be_secret(uri: str, shown: str) -> None:
+def test_uris_are_printed_without_secrets(uri: str, shown: str) -> None:
     assert printable_uri(uri) == shown
     assert printable_uri(shown) == shown
     assert "SECRET" not in without_secrets(f"cannot read '{uri}', twice: ({uri})")

@@ -85,7 +85,7 @@ def test_a_long_file_is_read_from_near_its_end(tmp_path: Path, monkeypatch: pyte
     assert got == "x" * 192  # the rest is a line that has not ended
 
 
-def test_a_node_answers_with_bounded_messages_until_all_is_said(
+def test_a_node_sends_all_lines_in_bounded_messages(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_logs, "MOST_BYTES", 100)
@@ -182,7 +182,7 @@ def test_lines_of_many_processes_are_in_the_order_of_time() -> None:
     ]
 
 
-def test_who_an_actor_is_follows_from_its_name() -> None:
+def test_an_actors_name_gives_its_process_and_rank() -> None:
     assert process_of(COORDINATOR) == LogProcess("coordinator")
     assert process_of(agent_name("ab12")) == LogProcess("agent")
     found = process_of(worker_name("llama-70b-3f9a21c4", 3, 1))

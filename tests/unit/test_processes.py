@@ -55,7 +55,7 @@ def test_a_stopped_process_is_alive(sleeper):
     assert process.is_alive()
 
 
-def test_another_process_with_the_same_pid_is_neither_alive_nor_killed(sleeper):
+def test_a_process_that_reused_a_pid_is_not_killed(sleeper):
     process = ProcessId.of(sleeper.pid)
     assert process is not None
     earlier = replace(process, start_time=process.start_time - 1)
@@ -64,7 +64,7 @@ def test_another_process_with_the_same_pid_is_neither_alive_nor_killed(sleeper):
     assert process.is_alive()
 
 
-def test_a_pid_that_nobody_has():
+def test_an_unused_pid_is_dead():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     gone = ProcessId(child.pid, 1)
@@ -88,7 +88,7 @@ def test_alive_until_its_last_thread_has_ended():
         assert ProcessId.of(child.pid) is None
 
 
-def test_what_a_process_without_its_first_thread_maps(tmp_path):
+def test_maps_are_read_without_the_first_thread(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 8192)
     work = "import mmap; file = open(sys.argv[1], 'r+b'); sys.mapped = mmap.mmap(file.fileno(), 0)"
@@ -111,7 +111,7 @@ def test_a_title_that_is_cut_inside_a_character(tmp_path):
     ("error", "alive"),
     [(errno.ENOENT, False), (errno.ESRCH, False), (errno.EMFILE, True), (errno.EACCES, True), (errno.ENOMEM, True)],
 )
-def test_dead_only_when_the_kernel_says_so(sleeper, monkeypatch, error, alive):
+def test_a_process_is_dead_only_by_the_kernels_answer(sleeper, monkeypatch, error, alive):
     process = ProcessId.of(sleeper.pid)
     assert process is not None
 
@@ -155,7 +155,7 @@ def test_a_process_may_map_a_file_unless_the_kernel_denies_it(tmp_path, sleeper,
     assert not may_map(other, path)
 
 
-def test_who_maps_a_file(tmp_path, sleeper):
+def test_processes_that_map_a_file_are_found(tmp_path, sleeper):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 8192)
     assert processes_mapping(path) == []

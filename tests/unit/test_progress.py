@@ -56,7 +56,7 @@ def test_lines_are_apart_unless_the_state_changes() -> None:
     assert [line.split() for line in lines] == [["0.0s", "a"], ["1.0s", "b"], ["3.9s", "b"]]
 
 
-def test_the_end_is_shown_once_however_soon_it_comes() -> None:
+def test_the_end_is_shown_exactly_once() -> None:
     stream = io.StringIO()
     display = LineDisplay(stream, clock=lambda: 0.0)
     for done in (1, 2, 4, 4, 4):
@@ -64,7 +64,7 @@ def test_the_end_is_shown_once_however_soon_it_comes() -> None:
     assert ["(25 %)" in line or "(100 %)" in line for line in stream.getvalue().splitlines()] == [True, True]
 
 
-def test_a_stream_that_nobody_reads_stops_nothing() -> None:
+def test_an_unread_stream_does_not_block() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -74,7 +74,7 @@ def test_a_stream_that_nobody_reads_stops_nothing() -> None:
         display.show(Moment("loading", 1, 2, 0.5))
 
 
-def test_a_line_says_how_far_and_how_fast() -> None:
+def test_a_line_shows_progress_and_rate() -> None:
     began = Moment("loading", 112_000_000, 1_024_000_000, 2.0)
     line = line_of(Moment("loading", 512_000_000, 1_024_000_000, 4.0, "1/4 ranks"), began)
     assert line == "    4.0s loading    512 MB of 1.02 GB (50 %), 200 MB/s, 1/4 ranks"
@@ -91,7 +91,7 @@ def test_a_line_cannot_carry_escape_codes() -> None:
     assert "\x1b" not in line_of(moment, moment)
 
 
-def test_a_load_tells_its_ranks_and_what_it_waits_for() -> None:
+def test_a_line_shows_ranks_and_what_the_load_waits_for() -> None:
     progress = LoadProgress("m", "s3://b/m", "waiting", 5, 10, 7_000_000, 1, 4, 2.5, "2 GPUs are held by model x")
     assert moment_of_load(progress) == Moment(
         "waiting", 5, 10, 2.5, "1/4 ranks, 7.00 MB from the store, 2 GPUs are held by model x"
@@ -135,7 +135,7 @@ def test_counted_bytes_become_moments() -> None:
     assert last.endswith("b.safetensors")
 
 
-def test_lines_said_between_stages_stand_on_their_own() -> None:
+def test_messages_between_stages_get_their_own_lines() -> None:
     stream = Terminal()
     with StagedDisplay(stream) as display:
         display.say("first")

@@ -1,4 +1,4 @@
-"""What the coordinator's notes say of memory that loads were promised and have not taken yet."""
+"""The coordinator records memory that loads were promised and have not taken yet."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_promise_shrinks_with_what_is_placed() -> None:
     assert claims_of([record], record) == []
 
 
-def test_what_is_converted_takes_less_than_is_placed() -> None:
+def test_converted_tensors_take_less_than_their_placed_bytes() -> None:
     record = model()
     facts = RankFacts(size_bytes=90, device_bytes=90, read_bytes=360, staging_bytes=10)
     record.plan = PackedPlan("r", "blake3", 720, (facts, facts), b"")
@@ -59,7 +59,7 @@ def test_what_is_converted_takes_less_than_is_placed() -> None:
     assert claimed(record)["n0"] == 10  # as much as the last tensor may need, until the rank is ready
 
 
-def test_what_is_placed_may_be_on_other_devices_of_the_rank() -> None:
+def test_placed_bytes_may_be_on_other_devices_of_the_rank() -> None:
     record = model()
     record.host_bytes = {0: 40, 1: 40}
     facts = RankFacts(100, 100, 100, 0, ((0, 60), ("cpu", 40)))
@@ -87,6 +87,6 @@ def test_models_that_are_ready_or_over_take_nothing_more() -> None:
     assert claimed(record) == {}
 
 
-def test_a_coordinator_that_was_restarted_knows_what_was_promised() -> None:
+def test_a_restarted_coordinator_knows_promised_memory() -> None:
     again = SavedLoad.unpack(SavedLoad.of(model()).pack()).restore("m", 0.0)
     assert claimed(again) == claimed(replace(model(up=False), kept_bytes={}))

@@ -273,7 +273,7 @@ def test_plain_http_stores_use_the_proxy(place: Place, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("named", ["socks5://h:1080", "https://u:secret@h:1", "http://", "http://u:secret@h:port"])
-def test_what_is_no_proxy_is_refused_without_a_word_of_it(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_bad_proxy_urls_are_refused_without_showing_them(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     monkeypatch.setenv("HTTPS_PROXY", named)
     with pytest.raises(InvalidUri, match="HTTPS_PROXY is not the URL of a usable proxy") as caught:
         find_proxy("https://store.test")

@@ -1,4 +1,4 @@
-"""What `import cluster` offers, and what it costs."""
+"""`import cluster` offers its public names, and loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_verbs_have_async_twins_with_the_same_parameters() -> None:
         assert list(inspect.signature(plain).parameters) == list(inspect.signature(twin).parameters), verb
 
 
-def test_type_checkers_are_told_the_same_names() -> None:
+def test_type_checkers_see_the_same_names() -> None:
     seen = {
         alias.asname: node.module
         for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
@@ -83,7 +83,7 @@ def test_type_checkers_see_the_names_of_longshore() -> None:
     ]
 
 
-def test_import_longshore_loads_nothing_but_the_standard_library() -> None:
+def test_import_longshore_loads_only_the_standard_library() -> None:
     code = (
         "import sys, longshore\n"
         "print(*sorted({'cluster', 'storage', 'ray', 'torch'} & set(sys.modules)))\n"
@@ -106,7 +106,7 @@ def test_import_and_planning_modules_load_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("module", ["actors.coordinator", "actors.node_agent", "actors.gpu_worker"])
 def test_processes_of_a_load_start_without_torch(module: str) -> None:
-    """The import takes a second of each process; a worker makes it when somebody asks for tensors."""
+    """The import takes a second of each process, so a worker delays it until tensors are requested."""
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "False\n"

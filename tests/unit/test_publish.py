@@ -1,4 +1,4 @@
-"""Publishing: checks what it read, says what is wrong, goes on where it was, and blesses nothing bad."""
+"""Publishing checks its reads, reports problems, resumes, and never publishes damaged bytes."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from tests.support.faulty_stores import FailingStore, FlipByteStore, NoListStore
 
 
 class ReplaceMidwayStore(WrappedStore):
-    """Before the n-th read, an object is replaced by other bytes of the same length."""
+    """A store that replaces an object by other bytes of the same length before the n-th read."""
 
     def __init__(self, inner: ObjectStore, key: str, data: bytes, before_read: int) -> None:
         super().__init__(inner)
@@ -48,7 +48,7 @@ class ReplaceMidwayStore(WrappedStore):
 
 
 class ChecksumStore(WrappedStore):
-    """`stat` tells whole-object checksums, as S3 does; those of `damaged` keys are of other bytes."""
+    """A store whose `stat` has whole-object checksums, as S3 does; those of `damaged` keys are of other bytes."""
 
     def __init__(self, inner: ObjectStore, *names: str, damaged: str = "") -> None:
         super().__init__(inner)
@@ -64,7 +64,7 @@ class ChecksumStore(WrappedStore):
 
 
 class DamagingStore(WrappedStore):
-    """What is uploaded is stored with one byte changed."""
+    """A store that changes one byte of each upload."""
 
     def __init__(self, inner: ObjectStore, key: str, offset: int) -> None:
         super().__init__(inner)
@@ -147,7 +147,7 @@ def test_the_stores_own_checksum_saves_the_second_reading(objects: dict[str, byt
     assert report.read_bytes == sum(map(len, objects.values()))
 
 
-def test_a_checksum_that_disagrees_stops_it(objects: dict[str, bytes]) -> None:
+def test_another_checksum_stops_the_publish(objects: dict[str, bytes]) -> None:
     store = ChecksumStore(MemoryStore(objects), "crc32c", damaged=KEYS[2])
     with pytest.raises(IntegrityError, match=f"crc32c.*{KEYS[2]}"):
         run(store)
@@ -207,7 +207,7 @@ def test_a_second_publish_has_nothing_to_do(objects: dict[str, bytes], copying: 
 
 
 @pytest.mark.parametrize("change", ["shard", "file", "new file", "other settings", "broken manifest"])
-def test_what_changed_is_published_again(objects: dict[str, bytes], change: str) -> None:
+def test_changed_objects_are_published_again(objects: dict[str, bytes], change: str) -> None:
     store = MemoryStore(objects)
     first = run(store)
     if change == "shard":
@@ -246,7 +246,7 @@ def test_an_interrupted_publish_goes_on(objects: dict[str, bytes], copying: bool
     check_digests(target or inner, objects)
 
 
-def test_what_changed_since_the_interruption_is_read_again(objects: dict[str, bytes]) -> None:
+def test_objects_changed_since_an_interruption_are_read_again(objects: dict[str, bytes]) -> None:
     store = MemoryStore(objects)
     broken = FailingStore(store, lambda key, r, number: key == KEYS[3] and r.start > 0)
     with pytest.raises(StoreUnavailable):
@@ -289,7 +289,7 @@ def test_passing_faults_are_retried(objects: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("before_read", [8, 15])
-def test_an_object_replaced_meanwhile_stops_it(objects: dict[str, bytes], before_read: int) -> None:
+def test_an_object_replaced_meanwhile_stops_the_publish(objects: dict[str, bytes], before_read: int) -> None:
     for key in (KEYS[0], KEYS[3]):  # read already, or not yet
         other = objects[key][:-1] + b"\x02"
         store = ReplaceMidwayStore(MemoryStore(objects), key, other, before_read)
@@ -299,7 +299,7 @@ def test_an_object_replaced_meanwhile_stops_it(objects: dict[str, bytes], before
         assert MANIFEST_KEY not in keys_of(store)
 
 
-def test_an_old_manifest_in_a_destination_goes_before_anything_is_overwritten(objects: dict[str, bytes]) -> None:
+def test_an_old_manifest_is_deleted_before_any_overwrite(objects: dict[str, bytes]) -> None:
     dest = MemoryStore(uri="twin://dest")
     run(MemoryStore(objects), dest)
     other = {**objects, KEYS[0]: objects[KEYS[0]][:-1] + b"\x01"}
@@ -336,13 +336,13 @@ def test_weights_that_are_not_part_of_the_model_are_left_out(objects: dict[str, 
     assert keys_of(dest) == {*objects, "1_Pooling/config.json", MANIFEST_KEY}
 
 
-def test_names_that_no_manifest_can_have_are_left_out_and_said(objects: dict[str, bytes]) -> None:
+def test_names_that_no_manifest_can_have_are_skipped_and_listed(objects: dict[str, bytes]) -> None:
     store = MemoryStore({**objects, "a\nb.txt": b"1", "c:d.txt": b"2", "x" * 1025: b"3"})
     assert run(store).skipped == ("a\nb.txt", "c:d.txt", "x" * 1025)
     check_digests(store, objects)
 
 
-def test_what_is_no_object_of_a_folder_is_said_to_be_left_out(objects: dict[str, bytes], tmp_path: Path) -> None:
+def test_entries_that_are_not_files_are_skipped_and_listed(objects: dict[str, bytes], tmp_path: Path) -> None:
     write_objects(tmp_path, objects)
     (tmp_path / "sub").mkdir()
     for name in ("a\nb.txt", "back\\slash.txt", "sub/\x1b.json"):
@@ -373,7 +373,7 @@ def test_a_newer_manifest_is_replaced_only_by_force(objects: dict[str, bytes], k
 
 
 @pytest.mark.parametrize("error", [ObjectChanged("gone"), KeyboardInterrupt()])
-def test_what_was_finished_is_saved_when_it_is_stopped(objects: dict[str, bytes], error: BaseException) -> None:
+def test_finished_objects_are_saved_when_publish_is_stopped(objects: dict[str, bytes], error: BaseException) -> None:
     """However little time has passed since the last save."""
     store = MemoryStore(objects)
 
@@ -419,17 +419,17 @@ def test_progress_ends_at_the_total_and_never_falls(objects: dict[str, bytes]) -
 @pytest.mark.parametrize(
     "wrong", [{"hash_name": "md5"}, {"chunk_bytes": 1000}, {"chunk_bytes": 17 * MIB}, {"concurrency": 0}]
 )
-def test_arguments_that_cannot_be_meant(wrong: dict[str, int]) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(PublishError, match=r"unknown hash|chunk_bytes|concurrency"):
         publish(MemoryStore(), **wrong)  # type: ignore[arg-type]
 
 
-def test_nothing_to_publish() -> None:
+def test_an_empty_source_is_refused() -> None:
     with pytest.raises(NotACheckpoint):
         publish(MemoryStore({"README.md": b""}))
 
 
-def test_a_store_that_cannot_be_written_says_so_before_reading(objects: dict[str, bytes]) -> None:
+def test_a_read_only_store_is_refused_before_any_read(objects: dict[str, bytes]) -> None:
     class ReadOnly(WrappedStore):
         def put(self, key: str, data: bytes):  # type: ignore[no-untyped-def]
             raise StoreUnavailable("read only")
@@ -476,7 +476,7 @@ def test_memory_is_bounded_by_chunks_not_by_the_model() -> None:
 
 @pytest.mark.slow
 def test_the_real_checkpoint_is_copied_and_verified(minilm_shards: Path, tmp_path: Path) -> None:
-    """From a folder to a bucket of a real S3 server and back to a model."""
+    """It goes from a folder to a bucket of a real S3 server, and loads from there."""
     from storage.store_ref import parse_uri
     from storage.stores.embedded_s3 import EmbeddedS3
     from storage.stores.open_store import open_store

@@ -13,7 +13,7 @@ POLICY = RetryPolicy(attempts=1)
 
 
 class Clock:
-    """Time that passes when it is told to, and while something is written."""
+    """A clock that advances on request, and while something is written."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

@@ -1,4 +1,4 @@
-"""How config.json says that a checkpoint is quantized: what is taken, and what is refused."""
+"""config.json says how a checkpoint is quantized; supported methods are read, others refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_awq_and_the_names_of_its_early_files() -> None:
     assert "the awq format in config.json is 'gemv'" in said(quant_method="awq", version="gemv").trouble
 
 
-def test_auto_round_stores_what_others_do() -> None:
+def test_auto_round_uses_the_format_of_other_methods() -> None:
     assert said(quant_method="auto-round", packing_format="auto_round:auto_gptq", bits=4).family is Family.GPTQ
     assert said(quant_method="auto-round", packing_format="auto_round:auto_awq", bits=4).family is Family.AWQ
     assert said(quant_method="auto-round", packing_format="other").family is None
@@ -80,7 +80,7 @@ def test_compressed_tensors() -> None:
     assert said(quant_method="compressed-tensors", format="marlin-24").family is None
 
 
-def test_where_it_may_be() -> None:
+def test_quantization_configs_are_found_in_nested_configs() -> None:
     inner = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     for fields in (
         {"quantization_config": inner},
@@ -94,7 +94,7 @@ def test_where_it_may_be() -> None:
     assert parse({"quantization_config": None}) is None
 
 
-def test_methods_that_cannot_be_cut() -> None:
+def test_methods_that_cannot_be_split_are_refused() -> None:
     for fields in ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"bits": 4, "group_size": 64}):
         config = said(**fields)
         assert config.family is None

@@ -31,7 +31,7 @@ TOKENS = torch.tensor([[1, 5, 9, 33, 60]])
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-def test_transformers_reads_what_was_loaded(tmp_path: Path, scheme: str) -> None:
+def test_transformers_reads_the_loaded_tensors(tmp_path: Path, scheme: str) -> None:
     if scheme == "nf4":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes, which reads NF4, is not installed")
     source = save_tiny("llama", tmp_path / "source", **SIZES)
@@ -70,7 +70,7 @@ def write_quantized(source: Path, folder: Path, scheme: str, skip: tuple[str, ..
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_quantized_are_the_linear_layers_of_the_language_model(family: str) -> None:
+def test_only_linear_layers_of_the_language_model_are_quantized(family: str) -> None:
     model = make_tiny(family)
     names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
     tensors = [

@@ -56,7 +56,7 @@ def is_quantized(tensor: Tensor) -> bool:
 
 @cache
 def module(method: str, shape: tuple[int, int], seed: int) -> tuple[Stored, Floats]:
-    """What a weight of that shape is stored as, and the weight that this means."""
+    """Return the stored tensors of a weight of that shape, and the weight that they mean."""
     stored = {"gptq": INT4.gptq, "awq": INT4.awq}[method](*shape, seed) if method != "fp8" else fp8_blocks(shape, UNIT)
     return stored, weight_of(method, {end: array for end, (_, array) in stored.items()})
 

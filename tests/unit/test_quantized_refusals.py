@@ -32,7 +32,7 @@ FP8 = config_of({"quant_method": "fp8", "weight_block_size": [128, 128]})
 GPTQ = config_of({"quant_method": "gptq", "bits": 4, "group_size": 128})
 
 
-def test_a_cut_that_is_not_on_blocks_says_so_and_which_sizes_do() -> None:
+def test_a_cut_inside_blocks_is_refused_with_the_sizes_that_work() -> None:
     error = refuse(
         [tensor("a.weight", "F8_E4M3", (64, 1536), 1), tensor("a.weight_scale_inv", "F32", (1, 12), 4)], FP8, ways=8
     )
@@ -119,7 +119,7 @@ _METHODS: list[dict[str, object]] = [
     st.sampled_from(["column", "row", "vocabulary", "gate_up", "experts_column", "experts_row", "replicate"]),
     st.sampled_from([Layout(2), Layout(4, vocabulary_multiple=6), Layout(4, 2, 1, 1, 2)]),
 )
-def test_whatever_is_in_a_bucket_is_cut_or_refused(
+def test_any_stored_tensors_are_split_or_refused(
     found: dict[str, tuple[list[int], str]], method: dict[str, object], rule: str, layout: Layout
 ) -> None:
     sizes = {"I8": 1, "F16": 2, "I32": 4}

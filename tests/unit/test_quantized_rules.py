@@ -132,7 +132,7 @@ def test_heads_and_fused_tensors(rule: str, shape: tuple[int, int], ways: int) -
     same_as_the_weight(fp8_blocks(shape, 16), "x.weight", lambda part: fp8_weight(part, 16), layout, rule, blocks)
 
 
-def test_a_head_that_all_ranks_share_needs_no_whole_blocks_unless_something_follows() -> None:
+def test_a_shared_kv_head_may_end_inside_a_block_unless_fused() -> None:
     config = config_of(
         {"quant_method": "fp8", "weight_block_size": [8, 8]},
         num_attention_heads=8,
@@ -166,7 +166,7 @@ def test_scales_of_a_tensor_and_of_its_outputs(shape: tuple[int, ...], rule: str
         assert part["x.input_scale"] == np.float32(3.5)
 
 
-def test_activation_order_keeps_the_scales_whole_and_counts_groups_of_the_whole_weight() -> None:
+def test_activation_order_keeps_whole_scales_and_group_numbers() -> None:
     kind = Grouped(4, 32, desc_act=True)
     stored = kind.gptq(64, 128)
     parts = load_parts(named(stored, "x."), Layout(4), parse_rules({"x.weight": "row"}), grouped_config("gptq", kind))
@@ -176,7 +176,7 @@ def test_activation_order_keeps_the_scales_whole_and_counts_groups_of_the_whole_
         np.testing.assert_array_equal(part["x.g_idx"], stored["g_idx"][1][rank * 32 : rank * 32 + 32])
 
 
-def test_a_rank_with_plain_groups_has_their_scales_and_the_numbers_as_they_are_stored() -> None:
+def test_plain_groups_keep_their_scales_and_stored_numbers() -> None:
     kind = Grouped(4, 32)
     parts = load_parts(
         named(kind.gptq(64, 128), "x."), Layout(2), parse_rules({"x.weight": "row"}), grouped_config("gptq", kind)
@@ -193,7 +193,7 @@ def test_fully_sharded_alone_needs_neither_rules_nor_units() -> None:
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
-def test_what_is_not_quantized_is_cut_as_ever_and_scales_of_caches_are_copied() -> None:
+def test_plain_tensors_are_split_and_cache_scales_replicated() -> None:
     stored: Stored = {
         "l.0.q_proj.weight": ("F16", np.arange(64, dtype=np.float16).reshape(8, 8)),
         "l.0.q_proj.bias": ("F16", np.arange(8, dtype=np.float16)),
@@ -208,7 +208,7 @@ def test_what_is_not_quantized_is_cut_as_ever_and_scales_of_caches_are_copied() 
             assert part["l.0.k_scale"].shape == ()
 
 
-def test_rules_that_name_a_tensor_and_not_its_weight_are_taken_as_they_are() -> None:
+def test_rules_for_stored_tensor_names_apply_as_written() -> None:
     stored = named(Grouped(4, 32).gptq(64, 64), "x.")
     rules = parse_rules({"x.*s": "replicate", "x.g_idx": "replicate", "x.qweight": "row"})
     (first, _) = load_parts(stored, Layout(2), rules, grouped_config("gptq", Grouped(4, 32)))

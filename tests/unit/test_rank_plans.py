@@ -60,7 +60,7 @@ def test_chunks_facts_and_wanted_bytes_are_those_of_the_plans(plan: LoadPlan) ->
         assert plan.cut.wanted_bytes(ranks) == sum(boxes.values())
 
 
-def test_whoever_unpacks_the_tables_comes_to_the_same_plan(plan: LoadPlan) -> None:
+def test_unpacked_tables_give_the_same_plan(plan: LoadPlan) -> None:
     tables = unpack_shared(pack_shared(plan))
     last = len(plan.ranks) - 1
     assert tables.rank_plan(last).slices == plan.ranks[last].slices
@@ -93,7 +93,7 @@ def test_tensors_that_are_alike_are_one_kind() -> None:
     assert (len(cut), len(cut.kinds), cut.kind_counts(cut.layout.rank_coords(0))) == (100, 1, [100])
 
 
-def test_a_bug_in_a_plan_is_no_end_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_error_in_a_plan_does_not_end_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     model = store_arrays(as_bf16(random_arrays({"a": (64, 4)})))
     plan = build_load_plan(model.index, Layout(1, 4))
 

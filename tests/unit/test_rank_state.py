@@ -234,7 +234,7 @@ class RankMachine(RuleBasedStateMachine):
             assert self.state.placed <= {*self.needed}
 
     def teardown(self) -> None:
-        """Without further faults the rank leaves with everything, and nothing of the arena is in use."""
+        """Check that without further faults the rank leaves with everything and uses no slot."""
         if not hasattr(self, "state"):
             return
         self.allowed = True
@@ -304,7 +304,7 @@ def test_requests_in_flight_are_those_that_the_agent_allows() -> None:
     assert (state.requests, state.peak_requests) == (8, 8)  # `most`
 
 
-def test_enough_leases_to_go_on_with_while_the_agent_is_asked() -> None:
+def test_a_rank_has_spare_leases_while_it_asks_the_agent() -> None:
     state = rank(1)
     assert state.want_leases == START + 8
     exchange(state, Orders(leases(*range(5)), requests=8))
@@ -329,7 +329,7 @@ def test_a_result_is_sent_at_once_only_while_a_place_is_free() -> None:
     assert len(exchange(state, Orders(), 0.33).committed) == 3
 
 
-def test_a_full_batch_more_requests_and_throttling_are_sent_at_once() -> None:
+def test_urgent_updates_are_sent_at_once() -> None:
     state = rank(batch=1)
     exchange(state, Orders(leases(*range(10))))
     for _ in range(START):
@@ -368,7 +368,7 @@ def test_a_pause_frees_its_place_and_takes_one_again() -> None:
     assert state.may_try
 
 
-def test_a_drain_returns_what_has_not_begun_and_ends_tries() -> None:
+def test_a_drain_returns_unstarted_leases_and_ends_retries() -> None:
     state = rank()
     exchange(state, Orders(leases(0, 1, 2), requests=1))
     assert state.next_lease(0.0) is not None
@@ -380,7 +380,7 @@ def test_a_drain_returns_what_has_not_begun_and_ends_tries() -> None:
     assert state.drained
 
 
-def test_a_finished_rank_completes_what_has_begun_to_arrive_unless_nobody_wants_it() -> None:
+def test_a_finished_rank_ends_started_reads_unless_abandoned() -> None:
     state = rank(1)
     exchange(state, Orders(leases(0, 1), requests=2))
     assert state.next_lease(0.0) is not None
@@ -396,7 +396,7 @@ def test_a_finished_rank_completes_what_has_begun_to_arrive_unless_nobody_wants_
     assert state.is_void("lease-0", True)
 
 
-def test_a_rank_with_everything_ends_well_unless_an_object_is_damaged() -> None:
+def test_a_complete_rank_ends_well_unless_an_object_is_damaged() -> None:
     for stop, ends_well in ((LoadCancelled("over"), True), (IntegrityError("damaged"), False)):
         state = rank(0)
         state.drain(0.0, finish=True)

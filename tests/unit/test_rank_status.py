@@ -1,4 +1,4 @@
-"""What status says of each rank: its place, its state, its bytes and its worker's memory."""
+"""Status shows each rank's node, state, bytes and worker memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ranks_add_up_to_the_progress() -> None:
     assert sum(rank.total_bytes for rank in status.ranks) == status.progress.total_bytes
 
 
-def test_a_lost_rank_has_no_memory_and_its_next_worker_is_counted() -> None:
+def test_a_lost_rank_has_no_memory_until_its_next_worker() -> None:
     lost = record_after(*BEGUN, ev.RankLost(0, 0), worker=object(), started=True, own_bytes=8).status().ranks[0]
     assert (lost.state, lost.own_bytes, lost.incarnation) == ("lost", 0, 0)
     events = (*BEGUN, ev.RankLost(0, 0), ev.RankReplaced(0, 1))
@@ -79,7 +79,7 @@ def test_a_load_without_places_has_ranks_that_wait() -> None:
     ]
 
 
-def test_what_was_asked_is_told_without_secrets() -> None:
+def test_status_shows_the_request_without_secrets() -> None:
     record = record_after(*BEGUN)
     record.request = replace(REQUEST, placement_group=PlacementGroup.empty())
     asked = record.as_asked()

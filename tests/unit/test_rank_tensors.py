@@ -1,4 +1,4 @@
-"""Which part of which tensor a rank would have: `plan(rank=...)`, `longshore plan --rank`."""
+"""`plan(rank=...)` and `longshore plan --rank` show the part of each tensor on a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model(tmp_path: Path) -> Path:
     return write_linear_llama(tmp_path / "llama")
 
 
-def test_what_a_rank_has_of_each_tensor(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_part_of_each_tensor_on_a_rank(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(model, tensor_parallel_size=4, rank=1)
     parts = {part.name: part for part in found.of_rank}
     assert sum(part.size_bytes for part in found.of_rank) == found.ranks[1].size_bytes
@@ -58,7 +58,7 @@ def test_what_a_rank_has_of_each_tensor(model: Path, capsys: pytest.CaptureFixtu
         ((), (), 0, ""),
     ],
 )
-def test_ranges_as_people_read_them(
+def test_ranges_are_printed_for_people(
     shape: tuple[int, ...], ranges: tuple[tuple[tuple[int, int], ...], ...], padding: int, said: str
 ) -> None:
     assert show_ranges(TensorPart("w", "", shape, ranges, padding, "BF16", 0)) == said

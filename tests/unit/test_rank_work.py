@@ -61,7 +61,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 class Fetchers:
-    """Threads that take leases and hold each until they are told to go on."""
+    """Threads that take leases and hold each until the test lets them go on."""
 
     def __init__(self, work: RankWork, count: int) -> None:
         self.work = work
@@ -92,7 +92,7 @@ class Fetchers:
             assert not thread.is_alive()
 
 
-def test_so_many_work_as_the_agent_says(work: RankWork):
+def test_as_many_threads_fetch_as_the_agent_allows(work: RankWork):
     fetchers = Fetchers(work, 8)
     take(work, Orders(leases=leases(*range(20))))
     eventually(lambda: len(fetchers.holding) == START)
@@ -112,7 +112,7 @@ def test_so_many_work_as_the_agent_says(work: RankWork):
     fetchers.join()
 
 
-def test_a_thread_that_waits_for_another_try_lets_others_work(work: RankWork):
+def test_a_thread_that_waits_to_retry_frees_its_place(work: RankWork):
     take(work, Orders(leases=leases(0, 1), requests=1))
     assert work.next_lease() is not None
     thread = threading.Thread(target=work._fetcher.pause, args=("unavailable", 60.0, False), daemon=True)
@@ -124,7 +124,7 @@ def test_a_thread_that_waits_for_another_try_lets_others_work(work: RankWork):
     assert not thread.is_alive()
 
 
-def test_a_thread_that_waited_for_another_try_comes_back_for_its_place(work: RankWork):
+def test_a_thread_waits_for_a_free_place_after_its_retry_delay(work: RankWork):
     take(work, Orders(leases=leases(0, 1), requests=2))
     first, second = work.next_lease(), work.next_lease()
     assert first is not None
@@ -141,7 +141,7 @@ def test_a_thread_that_waited_for_another_try_comes_back_for_its_place(work: Ran
     assert not returned.wait(0.1)  # its wait is over, but somebody works in its place
     work.fetched(committed(second), 100, 0.01)
     assert returned.wait(PATIENCE_S)
-    assert not work.wait_for_update()  # a throttled answer is told at once
+    assert not work.wait_for_update()  # a throttled answer is reported at once
     assert work.update(leaving=False, others=(), stats=None).throttled == 1
     work.fetched(FetchedChunk(first.lease_id), 0, 0.1)
     thread.join(PATIENCE_S)

@@ -16,11 +16,11 @@ from cluster.joining.ray_join import join
 
 
 @pytest.mark.parametrize("address", [None, "", "auto", "local"])
-def test_words_of_rays_own_pass(address: str | None) -> None:
+def test_special_ray_addresses_are_accepted(address: str | None) -> None:
     check_ray_address(address)
 
 
-def test_an_address_that_takes_a_connection_passes_and_a_closed_one_is_lost() -> None:
+def test_an_open_address_passes_and_a_closed_one_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         check_ray_address(f"127.0.0.1:{port}")
@@ -36,7 +36,7 @@ def test_ipv6() -> None:
 @pytest.mark.parametrize(
     "address", ["ray://head:10001", "http://head:8265", "head", "head:port", ":6379", "head:0", "head:99999", "head:²"]
 )
-def test_what_is_no_address(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="address="):
         check_ray_address(address)
 
@@ -52,7 +52,7 @@ def test_a_head_that_takes_connections_and_is_silent_is_lost() -> None:
         answering.join()
 
 
-def test_a_cluster_that_wants_a_token_is_typed_and_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_token_is_a_typed_error_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     class AuthenticationError(Exception):
         """Ray's; no ConnectionError."""
 

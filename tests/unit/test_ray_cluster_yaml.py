@@ -26,7 +26,7 @@ def written() -> dict[str, Any]:
 
 
 def as_ray_up_takes_it(written: dict[str, Any]) -> dict[str, Any]:
-    """What `ray up` makes of the file before it asks the cloud for anything. Raises what it would."""
+    """Return the file as `ray up` prepares it before it calls the cloud. Raises what `ray up` raises."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     prepared = prepare_config(copy.deepcopy(written))
@@ -35,13 +35,13 @@ def as_ray_up_takes_it(written: dict[str, Any]) -> dict[str, Any]:
 
 
 def instance_problems(node_config: dict[str, Any]) -> str:
-    """What EC2's own description says of a node's parameters."""
+    """Return the problems that EC2's own description finds in a node's parameters."""
     operation = boto3.client("ec2", region_name="us-east-1").meta.service_model.operation_model("RunInstances")
     asked = {**node_config, "MinCount": 1, "MaxCount": 1}
     return str(ParamValidator().validate(asked, operation.input_shape).generate_report())
 
 
-def test_ray_up_takes_it(written: dict[str, Any]) -> None:
+def test_ray_up_accepts_the_file(written: dict[str, Any]) -> None:
     prepared = as_ray_up_takes_it(written)
     assert prepared["head_node_type"] == "head"
     assert prepared["available_node_types"]["head"]["max_workers"] == 0
@@ -67,7 +67,7 @@ def test_ray_up_refuses_slips(path: tuple[str, ...], value: Any, written: dict[s
         as_ray_up_takes_it(written)
 
 
-def test_ec2_takes_the_nodes(written: dict[str, Any]) -> None:
+def test_ec2_accepts_the_nodes(written: dict[str, Any]) -> None:
     for node_type in written["available_node_types"].values():
         assert instance_problems(node_type["node_config"]) == ""
     slip = written["available_node_types"]["gpu-spot"]["node_config"] | {"InstanceMarketOption": {"MarketType": "spot"}}
@@ -87,7 +87,7 @@ def test_head_has_no_gpu_and_spot_workers_are_spot(written: dict[str, Any]) -> N
     assert all(f"`{profile}`" in guide for profile in profiles.values())
 
 
-def test_settings_are_the_codes(written: dict[str, Any]) -> None:
+def test_settings_are_those_of_the_code(written: dict[str, Any]) -> None:
     given = _variables(written["docker"]["run_options"])
     ours = {name: value for name, value in given.items() if name.startswith(ENV_PREFIX)}
     assert not Config.unknown_variables(ours)
@@ -98,7 +98,7 @@ def test_workers_run_with_normal_priority(written: dict[str, Any]) -> None:
     assert _variables(written["docker"]["run_options"])["RAY_worker_niceness"] == "0"
 
 
-def test_shared_memory_holds_what_is_put_there(written: dict[str, Any]) -> None:
+def test_shared_memory_is_large_enough(written: dict[str, Any]) -> None:
     docker = written["docker"]
     arena = parse_bytes(_variables(docker["run_options"])["LONGSHORE_ARENA_BYTES"])
     head, worker = (_shm_bytes(docker[f"{role}_run_options"]) for role in ("head", "worker"))
@@ -111,7 +111,7 @@ def test_image_is_this_version(written: dict[str, Any]) -> None:
     assert written["docker"]["image"].rpartition(":")[2] == f"{version}-cu130"
 
 
-def test_start_commands_are_rays(written: dict[str, Any]) -> None:
+def test_start_commands_are_valid_for_ray(written: dict[str, Any]) -> None:
     from ray.scripts.scripts import start
 
     known = {option for parameter in start.params for option in parameter.opts}

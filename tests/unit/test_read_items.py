@@ -33,7 +33,7 @@ def rows(slices: list[TensorSlice], chunks: ChunkTable) -> list[tuple[int, ...]]
     return [tuple(int(column[row]) for column in columns) for row in range(len(items))]
 
 
-def test_the_drawing() -> None:
+def test_read_items_match_the_documented_drawing() -> None:
     columns = make_slice((4, 10), (0, 2), (4, 4))
     items = rows([columns], cut_into_chunks([40], [[4, 33]]))
     assert items == [(0, 2, 0, 2, 1), (1, 0, 2, 2, 1), (1, 8, 4, 4, 2), (1, 28, 12, 1, 1), (2, 0, 13, 3, 1)]
@@ -54,7 +54,7 @@ def test_a_chunk_between_two_runs_is_not_needed() -> None:
     assert [row[0] for row in rows([piece], cut_into_chunks([300], [range(10, 300, 10)]))] == [0, 10, 20]
 
 
-def test_a_box_cut_in_three_dimensions_keeps_the_level_with_most_runs() -> None:
+def test_a_three_dimensional_box_keeps_the_level_with_most_runs() -> None:
     chunks = cut_into_chunks([120], [[]])
     items = expand_read_items([make_slice((2, 5, 12), (0, 1, 3), (2, 3, 4))], chunks)
     assert rows([make_slice((2, 5, 12), (0, 1, 3), (2, 3, 4))], chunks) == [(0, 15, 0, 4, 3), (0, 75, 12, 4, 3)]
@@ -144,7 +144,7 @@ def test_any_box_and_any_chunks(case: tuple[list[TensorSlice], ChunkTable, int])
     st.integers(1, 12),
     st.lists(st.integers(1, 240)),
 )
-def test_at_most_three_items_per_chunk_for_a_cut_in_one_dimension(
+def test_a_cut_in_one_dimension_has_at_most_three_items_a_chunk(
     rows_: int, columns: int, first: int, width: int, ends: list[int]
 ) -> None:
     first = min(first, columns - 1)

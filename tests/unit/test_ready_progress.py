@@ -1,4 +1,4 @@
-"""What a client is shown when its load is READY: the report's stats, not those of an older heartbeat."""
+"""A client sees the report's stats when its load is READY, not those of an older heartbeat."""
 
 from __future__ import annotations
 

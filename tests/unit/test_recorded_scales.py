@@ -32,7 +32,7 @@ EXPERTS = parse_rules({"**.experts.up": "experts_column", "**.experts.down": "ex
 
 
 class Recorded:
-    """What a publish would have recorded, and what was asked of it."""
+    """The scales that a publish would have recorded, and the requests for them."""
 
     def __init__(self, model: StoredModel) -> None:
         self._model = model
@@ -68,7 +68,7 @@ def llama(dtype: torch.dtype, seed: int, spread: float) -> dict[str, torch.Tenso
 
 
 def carried_out(plan: LoadPlan, model: StoredModel) -> list[dict[str, bytes]]:
-    """By rank: the bytes of each of its tensors."""
+    """Return the bytes of each tensor, by rank."""
     return [
         {name: data.tobytes() for name, data in carry_out(plan, rank, model.files)[0].items()} for rank in plan.ranks
     ]
@@ -160,7 +160,7 @@ def test_a_rank_of_a_row_cut_reads_its_half() -> None:
 
 
 @pytest.mark.parametrize("precision", [Precision(), Precision("float16"), Precision("auto", "int4")])
-def test_nothing_is_asked_where_it_helps_nobody(precision: Precision) -> None:
+def test_scales_are_not_requested_where_they_save_nothing(precision: Precision) -> None:
     model = stored(llama(torch.bfloat16, 1, 1.0), 1 << 20)
     assert plans_of(model, Layout(1, 2) if precision.quantization else Layout(2), None, precision)[2].asked == []
     assert plans_of(model, Layout(1, 3), None, Precision("auto", "fp8"))[2].asked == []
@@ -169,7 +169,7 @@ def test_nothing_is_asked_where_it_helps_nobody(precision: Precision) -> None:
 
 @pytest.mark.parametrize("scheme", SCALED)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_weight_that_is_not_finite_is_read_as_if_nothing_was_recorded(scheme: str, value: float) -> None:
+def test_a_weight_with_infinities_ignores_recorded_scales(scheme: str, value: float) -> None:
     weights = llama(torch.float32, 2, 1.0)
     down = "model.layers.0.mlp.down_proj.weight"
     weights[down][3, 120] = value
@@ -195,7 +195,7 @@ def test_alike_tensors_of_which_one_is_not_finite() -> None:
     assert carried_out(plan, model) == carried_out(without, model)
 
 
-def test_more_than_a_plan_carries_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_scales_for_a_plan_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stored(llama(torch.bfloat16, 1, 1.0), 1 << 16)
     monkeypatch.setattr(make_plan, "MAX_CARRIED_BYTES", 2 * 64 * 4 - 1)
     without, plan, recorded = plans_of(model, Layout(2), None, Precision("auto", "fp8"))
@@ -205,7 +205,7 @@ def test_more_than_a_plan_carries_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert plans_of(model, Layout(2), None, Precision("auto", "fp8"))[2].asked
 
 
-def test_what_travels_is_small_and_says_the_same() -> None:
+def test_packed_scales_are_small_and_equal() -> None:
     model = stored(llama(torch.bfloat16, 1, 1.0), 1 << 16)
     without, plan, _ = plans_of(model, Layout(2), None, Precision("auto", "int8"))
     more = len(pickle.dumps(plan.cut)) - len(pickle.dumps(without.cut))
@@ -215,7 +215,7 @@ def test_what_travels_is_small_and_says_the_same() -> None:
     assert carried_out(again, model) == carried_out(plan, model)
 
 
-def test_rows_that_are_tiny_are_not_asked_for() -> None:
+def test_scales_of_tiny_rows_are_not_requested() -> None:
     model = stored({"0.weight": torch.ones(8, 28)}, 1 << 16)
     plans = plans_of(model, Layout(2), parse_rules({"**": "row"}), Precision("bfloat16", "fp8"))
     assert plans[2].asked == []

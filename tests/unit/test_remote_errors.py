@@ -1,4 +1,4 @@
-"""What a remote call raised, as the typed error that it was."""
+"""Errors of remote calls come back as the typed errors that they were."""
 
 from __future__ import annotations
 

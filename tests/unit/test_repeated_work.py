@@ -1,4 +1,4 @@
-"""What agents and the coordinator do again and again goes on after an error, which is logged."""
+"""Repeated work of agents and the coordinator goes on after an error, which is logged."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ def test_every_lost_rank_gets_a_place_that_is_free(free, group_size, groups, dat
         ((1, 1), {0: "gone", 1: "gone"}, {0: "n0", 1: "n1"}),
     ],
 )
-def test_where_they_go(free, rank_nodes, expected):
+def test_lost_ranks_go_to_the_expected_nodes(free, rank_nodes, expected):
     lost = lost_ranks(rank_nodes, {"n0", "n1"})
     placements = place_again(cpu_nodes(*free), rank_nodes, lost, 2, "cpu", 8)
     assert {rank: node.node_id for rank, node in placements.items()} == expected
 
 
-def test_a_node_that_died_too_gets_none():
+def test_a_dead_node_gets_no_rank():
     dead = NodeInfo("n0", "host0", cpu_ranks_free=8, alive=False)
     with pytest.raises(NotEnoughResources, match="1 ranks need a place, 0 are free"):
         place_again([dead], {0: "gone"}, [0], 1, "cpu", 8)

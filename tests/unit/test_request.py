@@ -24,7 +24,7 @@ def request(uri: str = "s3://bucket/model", sizes: tuple[int, int, int] = (1, 1,
     return make_request(LoadOptions(uri, **dict(zip(SIZES, sizes, strict=True)), **{"region": "eu-1", **other}))
 
 
-def test_what_a_request_says():
+def test_a_request_normalises_its_arguments():
     made = request("s3://bucket/models/llama/", (4, 2, 3), device="cuda", keep=True, wait_for_resources_s=5)
     assert made.uri == "s3://bucket/models/llama"
     assert made.world_size == 24
@@ -55,12 +55,12 @@ def test_sizes_that_no_layout_has(sizes: Any):
         {"layout_rules": {".*": "sideways"}},
     ],
 )
-def test_arguments_that_cannot_be_meant(other: dict[str, Any]):
+def test_invalid_arguments_are_refused(other: dict[str, Any]):
     with pytest.raises(LongshoreError):
         request(**other)
 
 
-def test_what_has_to_stay_free_must_be_about_the_device_of_the_ranks() -> None:
+def test_reserved_memory_must_be_of_the_ranks_device() -> None:
     share = {"gpu_memory_utilization": 0.9}
     for options in ({"device": "cpu"}, {"device_map": "cpu"}):
         with pytest.raises(ConfigError, match="gpu_memory_utilization is about GPUs"):
@@ -144,7 +144,7 @@ def test_a_folder_is_inside_another_under_any_name(tmp_path: Any):
 
 
 @pytest.mark.parametrize("uri", ["", "\t ", "s3://", "s3://b/..", "a\0b"])
-def test_a_uri_that_cannot_be_meant(uri: str):
+def test_invalid_uris_are_refused(uri: str):
     with pytest.raises(InvalidUri):
         StoreOptions().resolve(uri)
 
@@ -162,7 +162,7 @@ def test_a_uri_that_cannot_be_meant(uri: str):
         ("meta-llama/Llama-3-8B/", "hf://meta-llama/Llama-3-8B"),
     ],
 )
-def test_what_is_no_local_folder_is_not_taken_for_one(
+def test_uris_are_not_mistaken_for_local_folders(
     written: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -206,17 +206,17 @@ def test_a_relative_path_may_begin_above(written: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("written", ["m/../n", "../m/../n", "../%2e%2e/m", "..\\m", "/a/../m", "s3://b/../m"])
-def test_nothing_else_may_climb(written: str):
+def test_other_uris_may_not_contain_parent_folders(written: str):
     with pytest.raises(InvalidUri, match=r"'\.\.' in"):
         StoreOptions().place(written)
 
 
-def test_a_scheme_that_nobody_serves_is_another_matter():
+def test_unsupported_schemes_are_an_error_of_their_own():
     with pytest.raises(UnsupportedStore):
         StoreOptions().resolve("simplecache::s3://b/m")
 
 
-def test_what_is_not_quantized_can_be_said_ahead_of_a_quantization_that_auto_may_take() -> None:
+def test_skip_quantization_is_allowed_with_fit_auto() -> None:
     skip = ("default", "**.down_proj.weight")
     with pytest.raises(ConfigError, match="there is no quantization"):
         request(skip_quantization=skip)

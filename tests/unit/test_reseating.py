@@ -1,4 +1,4 @@
-"""When a load asks whether its nodes are still there: after what the death of one can cause, and after nothing else."""
+"""A load checks its nodes only after errors that the death of a node can cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Agents:
 
 
 class TaskError(RayError):
-    """As Ray hands over what an actor raised."""
+    """An error as Ray wraps what an actor raised."""
 
     def __init__(self, cause: LongshoreError) -> None:
         super().__init__("a traceback")
@@ -41,7 +41,7 @@ class TaskError(RayError):
         (TimeoutError(), False, 1),
     ],
 )
-def test_who_has_answered_is_not_asked_whether_it_lives(error: BaseException, needed: bool, asked: int) -> None:
+def test_a_worker_that_answered_gets_no_liveness_check(error: BaseException, needed: bool, asked: int) -> None:
     agents = Agents()
     nothing = cast("Any", None)
     relocation = Relocation(*[nothing] * 5, cast("Any", agents), *[nothing] * 2)

@@ -66,7 +66,7 @@ def test_every_error_has_a_row():
 
 
 @pytest.mark.parametrize("cause", ["object_changed", "not_found", "access_denied", "unexpected", "unheard of"])
-def test_what_no_retry_helps_fails_at_once(cause):
+def test_permanent_errors_fail_at_once(cause):
     assert isinstance(decide(cause, 1, 0.5), Fail)
 
 
@@ -78,7 +78,7 @@ def test_a_budget_ends_and_never_opens_again(cause, fraction):
 
 
 @given(causes, st.integers(1, 10_000), fractions, fractions)
-def test_waits_grow_with_failures_up_to_the_cap_and_scale_with_chance(cause, failures, low, high):
+def test_retry_delays_grow_to_a_cap_and_have_jitter(cause, failures, low, high):
     budget = RETRIES[cause]
     low, high = sorted((low, high))
     one, two = decide(cause, failures, low), decide(cause, failures, high)

@@ -32,7 +32,7 @@ class Request:
 
 
 @given(st.integers(1, 6), st.integers(0, 8))
-def test_asked_until_it_works_or_the_budget_ends(attempts: int, failures: int) -> None:
+def test_requests_are_retried_until_success_or_the_last_attempt(attempts: int, failures: int) -> None:
     request = Request(*[StoreUnavailable("reset") for _ in range(failures)])
     pauses: list[float] = []
     policy = RetryPolicy(attempts=attempts)
@@ -56,14 +56,14 @@ def test_pauses_are_bounded_and_spread(failures: int, fraction: float) -> None:
 
 
 @pytest.mark.parametrize("kind", [AccessDenied, ObjectNotFound, ObjectChanged])
-def test_what_will_not_pass_is_not_asked_again(kind: type[StoreError]) -> None:
+def test_permanent_errors_are_not_retried(kind: type[StoreError]) -> None:
     request = Request(kind("no"))
     with pytest.raises(kind):
         with_retries(request, RetryPolicy(), sleep=lambda s: None)
     assert request.calls == 1
 
 
-def test_what_may_pass() -> None:
+def test_passing_errors_are_retried() -> None:
     assert all(worth_a_retry(kind("x")) for kind in (StoreUnavailable, Throttled, ShortRead, RangeMismatch))
 
 

@@ -20,7 +20,7 @@ RULES = {"model.b.*.weight": "row", "model.a.weight": "column", "**": "replicate
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_a_file_says_what_a_mapping_says(tmp_path: Path, as_text: bool) -> None:
+def test_a_rules_file_equals_the_same_mapping(tmp_path: Path, as_text: bool) -> None:
     path = tmp_path / "rules.json"
     path.write_text(json.dumps(RULES))
     found = read_rules(str(path) if as_text else path)
@@ -33,7 +33,7 @@ def test_a_request_has_the_rules_themselves(tmp_path: Path) -> None:
     path = tmp_path / "rules.json"
     path.write_text(json.dumps(RULES))
     request = make_request(LoadOptions(str(tmp_path), tensor_parallel_size=2, layout_rules=path))
-    path.unlink()  # whoever plans cannot read it
+    path.unlink()  # the planning process cannot read it
     assert request.layout_rules == RULES
 
 
@@ -82,7 +82,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z*\\\"é]{1,8}(\.[a-z]{1,3})?", fullmatch=True), st.sampled_from(list(Rule))))
-def test_whatever_is_a_mapping_is_a_file(tmp_path_factory: pytest.TempPathFactory, rules: dict[str, str]) -> None:
+def test_rules_in_a_mapping_or_in_a_file_read_the_same(
+    tmp_path_factory: pytest.TempPathFactory, rules: dict[str, str]
+) -> None:
     path = tmp_path_factory.mktemp("rules") / "r.json"
     path.write_text(json.dumps(rules))
     results = []

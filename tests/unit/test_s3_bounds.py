@@ -54,7 +54,7 @@ def answers_end(after_s: float) -> Iterator[None]:
 
 
 def refusal(ask: Callable[[], object], kind: type[StoreError] = StoreError) -> str:
-    """What is said."""
+    """Return the message of the refusal."""
     with pytest.raises(kind) as caught:
         ask()
     assert len(str(caught.value)) < 1000
@@ -81,7 +81,7 @@ def entry(key: str = "a", size: str = "5", etag: str = '"v"') -> str:
 
 
 def endless(head: str, piece: bytes) -> Play:
-    """Gigabytes, for as long as somebody listens."""
+    """Send gigabytes while the client reads."""
 
     def play(sock: socket.socket, _: int) -> None:
         sock.sendall(head.encode())
@@ -119,7 +119,7 @@ LAUGHS = b"<!DOCTYPE a [<!ENTITY a 'ha'>" + b"".join(
     ],
     ids=range(17),
 )
-def test_a_listing_that_is_none(body: bytes) -> None:
+def test_an_invalid_listing_is_an_error(body: bytes) -> None:
     with store_behind(whole("200 OK", body)) as (store, server):
         if body in (b"",):
             assert list(store.list()) == []  # botocore takes nothing for an empty listing
@@ -155,7 +155,7 @@ def test_gigabytes_of_chunks() -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [("403 F", AccessDenied), ("404 N", ObjectNotFound)])
-def test_gigabytes_of_a_refusal_are_not_read_and_its_status_counts(status: str, kind: type[StoreError]) -> None:
+def test_a_huge_error_body_is_not_read_and_its_status_counts(status: str, kind: type[StoreError]) -> None:
     sent: list[int] = []
 
     def play(sock: socket.socket, _: int) -> None:
@@ -169,7 +169,7 @@ def test_gigabytes_of_a_refusal_are_not_read_and_its_status_counts(status: str, 
     assert sum(sent) < 100 * MIB + MAX_ERROR_BODY_BYTES  # what stood in the socket's buffers
 
 
-def test_a_refusal_that_is_a_page_for_people() -> None:
+def test_an_html_error_page_is_an_error() -> None:
     page = b"<!DOCTYPE html><html><body>Bad gateway</body></html>"
     with store_behind(whole("502 Bad Gateway", page)) as (store, _):
         assert refusal(listed(store), StoreUnavailable)
@@ -191,7 +191,7 @@ def test_a_refusal_that_is_a_page_for_people() -> None:
     ],
     ids=range(10),
 )
-def test_a_look_up_that_says_nonsense(head: bytes) -> None:
+def test_a_nonsense_head_answer_is_an_error(head: bytes) -> None:
     def play(sock: socket.socket, _: int) -> None:
         sock.sendall(head)
         sock.shutdown(socket.SHUT_WR)

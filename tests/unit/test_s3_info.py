@@ -1,4 +1,4 @@
-"""What a HEAD says about bytes, and what is no statement about them."""
+"""A HEAD answer gives checksums of an object; unusable ones are ignored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_whole_object_checksums_become_hex() -> None:
         {"ETag": '"0123456789abcdef0123456789abcdef"', "SSECustomerAlgorithm": "AES256"},
     ],
 )
-def test_what_says_nothing_is_left_out(head: dict[str, str]) -> None:
+def test_unusable_checksums_are_left_out(head: dict[str, str]) -> None:
     assert checksums_of_head(head) == {}
 
 
@@ -86,7 +86,7 @@ def test_botocore_errors_are_translated(error: Exception, kind: type[StoreError]
         ("", None),
     ],
 )
-def test_an_unreachable_endpoint_is_named_without_what_it_carries(url: str, shown: str | None) -> None:
+def test_unreachable_endpoints_are_named_without_secrets(url: str, shown: str | None) -> None:
     error = from_botocore_error(boto.EndpointConnectionError(endpoint_url=url), uri="s3://bucket")
     assert error.details.get("endpoint") == shown
     assert "secret" not in str(error)

@@ -1,4 +1,4 @@
-"""A hostile S3 server that sends requests elsewhere: nobody else is asked, neither by our reads nor by boto3."""
+"""A hostile S3 server redirects requests. Neither Longshore's reads nor boto3 follow it to another host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = Credentials(access_key_id="id", secret_access_key="secret")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Refuses everything in the way that its server was told."""
+    """Refuses everything with its server's answer."""
 
     protocol_version = "HTTP/1.1"
     answer: tuple[int, dict[str, str], bytes] = (500, {}, b"")
@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 @pytest.mark.parametrize("region", ["", "eu-west-9", "x.evil.example/"])
-def test_nobody_else_is_asked(status: int, region: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirects_to_other_hosts_are_not_followed(status: int, region: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Handler) as home, serving(Handler) as other:
         elsewhere = place(other)
         error = f"<Error><Code>PermanentRedirect</Code><Endpoint>{elsewhere[7:]}</Endpoint></Error>".encode()

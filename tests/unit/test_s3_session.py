@@ -116,7 +116,7 @@ def fetch_all(store: S3Store) -> tuple[list[bytes], dict[str, int]]:
 
 @pytest.fixture
 def credentials_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the credential chain of this process finds, and nothing else."""
+    """Make a file that is all that this process's credential chain finds."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

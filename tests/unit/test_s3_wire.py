@@ -263,7 +263,7 @@ def test_server_that_stops_in_mid_body_times_out(serve: Serve) -> None:
         read_bytes(store, "key", WANTED)
 
 
-def test_dripping_server_is_given_up(serve: Serve) -> None:
+def test_dripping_server_times_out(serve: Serve) -> None:
     size = 1 << 20
 
     def play(sock: socket.socket, _: int) -> None:
@@ -337,7 +337,7 @@ def test_bytes_after_the_body_are_not_taken_for_the_next_answer(serve: Serve) ->
         | st.integers(0, 100).map(str),
     ),
 )
-def test_what_passes_the_check_names_exactly_the_range(
+def test_an_accepted_content_range_is_exactly_the_requested_one(
     status: int, start: int, size: int, headers: dict[str, str]
 ) -> None:
     wanted = ByteRange(start, start + size)
@@ -404,7 +404,7 @@ class TestTls:
                 assert type(caught.value) is StoreError  # a retry would not help
         assert server.heads == []
 
-    def test_ca_file_that_is_none(self, server: ScriptedServer, tmp_path: Path) -> None:
+    def test_an_invalid_ca_file_is_refused(self, server: ScriptedServer, tmp_path: Path) -> None:
         with pytest.raises(StoreError), closing(self._store(server, tmp_path / "none.pem")) as store:
             read_bytes(store, "key", WANTED)
 

@@ -55,7 +55,7 @@ VERBS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("uri", URIS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_python_refuses_them(verb: str, uri: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_python_api_refuses_secret_uris(verb: str, uri: str, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.DEBUG),
         pytest.raises(InvalidUri, match="not contain a user, password, query") as caught,
@@ -66,7 +66,7 @@ def test_python_refuses_them(verb: str, uri: str, caplog: pytest.LogCaptureFixtu
     assert "llama" in str(caught.value) or "model" in str(caught.value)  # it says which
 
 
-def test_sign_refuses_them(tmp_path: Path) -> None:
+def test_sign_refuses_secret_uris(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     cluster.generate_key(tmp_path / "key.pem")
     for uri in URIS:
@@ -77,7 +77,7 @@ def test_sign_refuses_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uri", URIS)
 @pytest.mark.parametrize("words", [["load"], ["plan"], ["verify"], ["publish"], ["doctor"], ["publish", "."]])
-def test_the_command_line_refuses_them(words: list[str], uri: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_refuses_secret_uris(words: list[str], uri: str, capfd: pytest.CaptureFixture[str]) -> None:
     for options in ([], ["--json"], ["--debug"]):
         assert main([*words, uri, *options]) == 2
         said = capfd.readouterr()
@@ -86,7 +86,7 @@ def test_the_command_line_refuses_them(words: list[str], uri: str, capfd: pytest
 
 
 @pytest.mark.parametrize("uri", URIS)
-def test_words_in_the_wrong_place_are_not_repeated(uri: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_misplaced_arguments_are_not_repeated(uri: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "s3://bucket/x", uri, "--json"]) == 2
     assert main(["plan", f"--tp={uri}", "s3://bucket/x", "--json"]) == 2
     said = capfd.readouterr()
@@ -95,7 +95,7 @@ def test_words_in_the_wrong_place_are_not_repeated(uri: str, capfd: pytest.Captu
 
 @pytest.mark.parametrize("endpoint", ["http://me:SECRET@h:1", "https://h?key=SECRET", "https://h/#SECRET", "http://h?"])
 @pytest.mark.parametrize("uri", ["s3://bucket/llama", "az://container/llama"])
-def test_endpoints_that_carry_one(endpoint: str, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoints_with_secrets_are_refused(endpoint: str, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidUri, match="endpoint URL must not contain a user") as caught:
         cluster.plan(uri, endpoint_url=endpoint)
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
@@ -108,7 +108,7 @@ def test_endpoints_that_carry_one(endpoint: str, uri: str, monkeypatch: pytest.M
         assert "SECRET" not in "".join(traceback.format_exception(refused.value))
 
 
-def test_what_a_library_says_is_quoted_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_messages_are_quoted_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(parse_uri("memory://quoting"))
 
     url = f"https://account.blob/c/x?sv=1&sig={'SECRET'}"  # not in a line that the traceback quotes

@@ -1,4 +1,4 @@
-"""Recycled memory: what somebody still views is never handed out again, what nobody views is, and no more is kept."""
+"""Recycled memory: viewed segments are never reused, others are, and no more is kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fill(segments: list[Segment], value: int) -> None:
     st.lists(st.lists(st.integers(0, 3 * MIB), max_size=5), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
 )
-def test_every_segment_is_the_takers_own(loads: list[list[int]], random: object) -> None:
+def test_segments_are_never_shared(loads: list[list[int]], random: object) -> None:
     """Loads follow each other; some of their tensors are stored away and must keep their bytes."""
     memory = SegmentMemory()
     memory.keep(True)
@@ -43,7 +43,7 @@ def test_every_segment_is_the_takers_own(loads: list[list[int]], random: object)
             assert (view == value).all()
 
 
-def test_what_is_let_go_is_used_again() -> None:
+def test_released_segments_are_used_again() -> None:
     memory = SegmentMemory()
     memory.keep(True)
     segments = memory.take([MIB, 4 * MIB])
@@ -70,7 +70,7 @@ def test_other_sizes_fit_too_and_no_more_is_kept_than_needed() -> None:
     assert memory.kept_bytes == 9 * MIB + mmap.PAGESIZE
 
 
-def test_nothing_is_kept_unless_wanted() -> None:
+def test_memory_is_kept_only_on_request() -> None:
     memory = SegmentMemory()
     del (segments := memory.take([MIB]))[:]
     assert memory.kept_bytes == 0
@@ -82,7 +82,7 @@ def test_nothing_is_kept_unless_wanted() -> None:
     assert memory.kept_bytes == 0
 
 
-def test_a_cycle_that_is_collected_while_memory_is_taken_does_not_hang() -> None:
+def test_garbage_collection_during_allocation_does_not_hang() -> None:
     memory = SegmentMemory()
     memory.keep(True)
 
@@ -135,7 +135,7 @@ def test_the_cheaper_kind_of_pages_is_kept(huge_s: float, small_s: float, pay: b
     assert huge.pay is pay
 
 
-def test_memory_is_whole_when_huge_pages_are_given_up_half_way() -> None:
+def test_memory_is_complete_when_huge_pages_run_out() -> None:
     (segment,) = SegmentMemory().take([64 * MIB])
     segment.touch(0, 20 * MIB)
     segment.data[: 20 * MIB] = 7

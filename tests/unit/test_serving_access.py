@@ -59,7 +59,7 @@ def guarded() -> Iterator[TestClient]:
         {"x-token": TOKEN},
     ],
 )
-def test_without_the_token_nothing_is_answered(
+def test_requests_without_the_token_are_refused(
     guarded: TestClient, method: str, path: str, headers: dict[str, str]
 ) -> None:
     answer = guarded.request(method, path, headers=headers, params={"token": TOKEN})
@@ -111,7 +111,7 @@ def test_without_a_token_only_this_machines_names_are_answered(host: str) -> Non
         {"origin": "http://localhost:9"},
     ],
 )
-def test_without_a_token_other_sites_pages_may_change_nothing(headers: dict[str, str]) -> None:
+def test_without_a_token_cross_site_changes_are_refused(headers: dict[str, str]) -> None:
     with client_of() as client:
         assert client.post("/v1/models:load", json={}, headers=headers).status_code == 403
         assert client.delete("/v1/models/llama-1", headers=headers).status_code == 403
@@ -119,7 +119,7 @@ def test_without_a_token_other_sites_pages_may_change_nothing(headers: dict[str,
         assert client.post("/v1/models:load", json={}, headers=own).status_code == 422
 
 
-def test_without_a_token_other_sites_pages_may_not_even_look() -> None:
+def test_without_a_token_cross_site_reads_are_refused() -> None:
     """No answer of a GET could be read by them, but a picture or a stream costs what its reader wants to have."""
     foreign = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
     with client_of() as client:
@@ -130,7 +130,7 @@ def test_without_a_token_other_sites_pages_may_not_even_look() -> None:
 
 
 @pytest.mark.parametrize("headers", [{"sec-fetch-site": "cross-site"}, {"host": "evil.example"}])
-def test_other_sites_pages_do_not_use_up_what_their_reader_may_ask(headers: dict[str, str]) -> None:
+def test_refused_cross_site_requests_use_up_no_rate(headers: dict[str, str]) -> None:
     with client_of(requests_per_minute=3) as client:
         answers = [client.get("/openapi.json", headers=headers).status_code for _ in range(9)]
         assert answers == [403] * 9
@@ -138,8 +138,8 @@ def test_other_sites_pages_do_not_use_up_what_their_reader_may_ask(headers: dict
 
 
 @pytest.mark.parametrize("listening", ["10.1.2.3", "[fd00::1]"])
-def test_without_a_token_nothing_is_answered_where_others_can_reach_it(listening: str) -> None:
-    """`serve run` and a RayService choose the address: the settings do not know it, whatever Host a request names."""
+def test_reachable_services_without_a_token_refuse_requests(listening: str) -> None:
+    """`serve run` and a RayService choose the address: the settings do not know it, and Host headers prove nothing."""
     with client_of(f"http://{listening}:8000") as client:
         for path in ("/", "/healthz", "/v1/models"):
             answer = client.get(path, headers={"host": "localhost"})
@@ -148,8 +148,8 @@ def test_without_a_token_nothing_is_answered_where_others_can_reach_it(listening
         assert client.get("/openapi.json", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
-def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do they keep others out."""
+def test_slow_bodies_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow bodies do not block other requests."""
     monkeypatch.setattr(access, "BODY_S", 0.3)
     monkeypatch.setattr(access, "BODIES", 2)
     app = make_app(Service(ServingSettings(), Config()))
@@ -179,7 +179,7 @@ def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPa
     asyncio.run(asyncio.wait_for(ask_all(), 60))
 
 
-def test_a_body_is_bounded_whatever_its_length_says() -> None:
+def test_bodies_are_bounded_whatever_their_declared_length() -> None:
     with client_of(body_bytes=1024) as client:
         assert client.post("/v1/models:load", content=b" " * 1025).status_code == 413
         assert client.post("/v1/models:load", content=(b" " * 100 for _ in range(11))).status_code == 413
@@ -190,7 +190,7 @@ def test_a_body_is_bounded_whatever_its_length_says() -> None:
         assert small.status_code == 422
 
 
-def test_who_asks_too_often_is_told_to_wait() -> None:
+def test_clients_above_the_rate_get_retry_after() -> None:
     with client_of(requests_per_minute=3) as client:
         answers = [client.get("/healthz") for _ in range(5)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
@@ -208,7 +208,7 @@ def test_callers_with_the_token_are_counted_by_their_addresses() -> None:
 
 
 @given(st.integers(1, 50), st.lists(st.tuples(st.floats(0, 100), st.integers(0, 2)), max_size=60))
-def test_nobody_gets_more_than_a_burst_and_the_rate(per_minute: int, asked: list[tuple[float, int]]) -> None:
+def test_clients_get_at_most_a_burst_and_the_rate(per_minute: int, asked: list[tuple[float, int]]) -> None:
     now_s = 0.0
     rates = Rates(per_minute, lambda: now_s)
     got: dict[int, int] = {}
@@ -232,7 +232,7 @@ def test_nobody_gets_more_than_a_burst_and_the_rate(per_minute: int, asked: list
         "//v1/models",
     ],
 )
-def test_no_path_leads_out(path: str) -> None:
+def test_paths_cannot_leave_the_folder(path: str) -> None:
     with client_of() as client:
         answer = client.get(path, follow_redirects=False)
     assert answer.status_code in (400, 404, 422)
@@ -249,7 +249,7 @@ def test_without_a_token_it_listens_on_this_machine_only(host: str) -> None:
     assert TOKEN not in settings.model_dump_json()
 
 
-def test_settings_that_cannot_be_meant_are_named() -> None:
+def test_invalid_settings_are_named() -> None:
     with pytest.raises(ConfigError, match="LONGSHORE_HTTP_PORT"):
         ServingSettings.from_env({"LONGSHORE_HTTP_PORT": "99999"})
     with pytest.raises(ConfigError, match=str(SHORTEST_TOKEN)):

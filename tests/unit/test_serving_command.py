@@ -1,4 +1,4 @@
-"""`longshore serve` watches what it started: an application that is busy is waited for, one that is gone is said."""
+"""`longshore serve` watches its application: it waits while that is busy and reports when it is gone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Busy(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing is to be said."""
+        """Log nothing."""
 
 
-def test_it_ends_when_its_application_is_gone_and_not_when_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_ends_when_its_application_is_gone_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
     monkeypatch.setattr(command, "LOOK_S", 0.01)
     monkeypatch.setattr(command, "SILENT_S", 3.0)

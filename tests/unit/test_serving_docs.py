@@ -1,4 +1,4 @@
-"""What docs/serving.md says of settings and routes is what the service has."""
+"""docs/serving.md agrees with the service's settings and routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of the HTTP service that are refused before a cluster is asked, and how they are told."""
+"""The HTTP service refuses bad requests before it asks a cluster, and explains each refusal."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def client() -> Iterator[TestClient]:
     ],
 )
 @pytest.mark.parametrize("verb", ["load", "plan"])
-def test_refused_before_anything_is_asked(client: TestClient, verb: str, body: Any, status: int, kind: str) -> None:
+def test_bad_requests_are_refused_before_a_cluster_is_asked(
+    client: TestClient, verb: str, body: Any, status: int, kind: str
+) -> None:
     answer = client.post(f"/v1/models:{verb}", json=body)
     assert (answer.status_code, answer.json()["type"]) == (status, f"urn:longshore:problem:{kind}")
     assert answer.headers["content-type"] == MEDIA_TYPE
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
-def test_json_that_is_not_called_so_is_refused_and_says_what_to_send(
-    client: TestClient, headers: dict[str, str]
-) -> None:
+def test_json_needs_its_content_type(client: TestClient, headers: dict[str, str]) -> None:
     """A form of another site's page needs no leave of ours to send such a body; `curl -d` sends it so too."""
     answer = client.post("/v1/models:load", content=b'{"uri": "s3://models/llama"}', headers=headers)
     assert answer.status_code == 422
@@ -95,7 +95,7 @@ def test_json_that_is_not_called_so_is_refused_and_says_what_to_send(
     ],
     ids=lambda body: repr(body[:60]),
 )
-def test_json_that_nobody_means_is_a_problem(client: TestClient, body: bytes) -> None:
+def test_odd_json_is_a_problem(client: TestClient, body: bytes) -> None:
     answer = client.post("/v1/models:load", content=body, headers={"content-type": "application/json"})
     assert answer.status_code in (400, 403, 422)
     assert answer.headers["content-type"] == MEDIA_TYPE
@@ -128,7 +128,7 @@ def kinds_of(module: Any) -> list[type[LongshoreError]]:
 
 
 @pytest.mark.parametrize("kind", [*kinds_of(byte_errors), *kinds_of(load_errors)], ids=lambda kind: kind.__name__)
-def test_every_error_is_a_problem(kind: type[LongshoreError]) -> None:
+def test_every_error_becomes_a_problem_document(kind: type[LongshoreError]) -> None:
     error = kind("what was wrong", hint="what to do", size=3, odd=object)
     answer = problem_of(error)
     assert answer.status_code == status_of(error) >= 400
@@ -142,9 +142,7 @@ def test_every_error_is_a_problem(kind: type[LongshoreError]) -> None:
     [(b'{"uri": ', ", at character 8"), (b"not json", ", at character 0"), (b"\xff", ""), (b"[" * 100_000, "")],
 )
 @pytest.mark.parametrize("verb", ["load", "plan"])
-def test_a_body_that_is_no_json_is_400_as_the_documents_say(
-    client: TestClient, verb: str, body: bytes, where: str
-) -> None:
+def test_an_invalid_json_body_is_400_as_documented(client: TestClient, verb: str, body: bytes, where: str) -> None:
     path = f"/v1/models:{verb}"
     answer = client.post(path, content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.headers["content-type"]) == (400, MEDIA_TYPE)
@@ -159,7 +157,7 @@ def test_a_body_that_is_no_json_is_400_as_the_documents_say(
     assert "| 400, 408 | the body is no JSON (`urn:longshore:problem:NoJson`)" in page
 
 
-def test_names_that_utf8_cannot_spell_are_told_and_hide_nothing_else() -> None:
+def test_names_with_lone_surrogates_are_returned_intact() -> None:
     odd = "tensor '\ud800' is not there"
     script = Script(part=0.5, error=odd)
     with TestClient(make_app(ScriptedService(script)), base_url="http://localhost") as made:
@@ -171,13 +169,13 @@ def test_names_that_utf8_cannot_spell_are_told_and_hide_nothing_else() -> None:
     assert json.loads(bytes(answer.body))["detail"] == odd
 
 
-def test_what_nobody_foresaw_tells_nothing_but_its_kind() -> None:
+def test_unexpected_errors_show_only_their_class() -> None:
     answer = problem_of(KeyError("secret"))
     assert answer.status_code == 500
     assert b"secret" not in bytes(answer.body)
 
 
-def test_every_operation_has_its_words_and_its_problems(client: TestClient) -> None:
+def test_every_operation_documents_itself_and_its_problems(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -194,7 +192,7 @@ def test_every_operation_has_its_words_and_its_problems(client: TestClient) -> N
 def test_the_default_endpoint_is_that_of_the_pod(
     name: str, llama: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a Secret gives the pods their endpoint and keys."""
+    """A Secret gives the pods their endpoint and keys."""
     keys = llama.server.credentials()
     for variable, value in {
         name: llama.server.endpoint_url,

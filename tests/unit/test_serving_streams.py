@@ -19,7 +19,7 @@ PATH = "/v1/loads/llama-70b-3f9a21c4/events"
 
 
 def ended(events: int) -> Script:
-    """A load that failed after so many events."""
+    """Return a load that failed after this many events."""
     script = Script(part=0.5, error="the store is gone")
     for number in range(events):
         script.note("note", f"event {number}")
@@ -56,14 +56,14 @@ async def status_of(app: Any, *, gone: bool = False) -> int:
 
 
 class SlowlyAsked(ScriptedService):
-    """A cluster that answers all who ask it at the same moment."""
+    """A cluster that answers concurrent requests at the same moment."""
 
     async def status(self) -> ClusterStatus:
         await asyncio.sleep(0.2)
         return await super().status()
 
 
-def test_streams_that_are_asked_for_at_once_are_no_more_than_allowed() -> None:
+def test_concurrent_streams_are_limited() -> None:
     app = make_app(SlowlyAsked(ended(0), ServingSettings(streams=1)))
 
     async def ask() -> list[int]:
@@ -72,7 +72,7 @@ def test_streams_that_are_asked_for_at_once_are_no_more_than_allowed() -> None:
     assert sorted(asyncio.run(ask())) == [200, 429, 429, 429]
 
 
-def test_a_client_that_left_before_the_first_part_gives_its_place_back() -> None:
+def test_a_client_that_leaves_early_frees_its_stream() -> None:
     app = make_app(ScriptedService(ended(3), ServingSettings(streams=1)))
 
     async def ask() -> list[int]:
@@ -82,7 +82,7 @@ def test_a_client_that_left_before_the_first_part_gives_its_place_back() -> None
 
 
 @pytest.mark.parametrize(("headers", "first"), [({}, 1), ({"last-event-id": "3"}, 4), ({"last-event-id": "9"}, None)])
-def test_a_load_that_has_ended_is_told_from_where_it_was_left(headers: dict[str, str], first: int | None) -> None:
+def test_a_stream_resumes_after_the_load_ended(headers: dict[str, str], first: int | None) -> None:
     with TestClient(make_app(ScriptedService(ended(5))), base_url="http://localhost") as client:
         answer = client.get(PATH, headers=headers)
         assert client.get(PATH, headers={"last-event-id": "x"}).status_code == 422

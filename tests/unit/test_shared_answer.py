@@ -1,4 +1,4 @@
-"""A question that many ask: asked once for all who wait, and never answered with what was known before they asked."""
+"""Concurrent callers share one request, and never get an answer from before their call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serving.service import SharedAnswer
 
 
 class Source:
-    """Counts questions; each is answered with what `now` was when it was asked, as soon as it is let go."""
+    """Counts questions. Once the gate opens, each is answered with the `now` of when it was asked."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -38,7 +38,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_many_share_one_question_and_none_hears_of_the_past() -> None:
+def test_concurrent_callers_share_one_answer_that_is_not_kept() -> None:
     async def run() -> None:
         source = Source()
         shared = SharedAnswer(source.ask)
@@ -56,7 +56,7 @@ def test_many_share_one_question_and_none_hears_of_the_past() -> None:
     asyncio.run(run())
 
 
-def test_one_who_gives_up_leaves_the_others_their_answer() -> None:
+def test_a_caller_that_cancels_leaves_the_others_their_answer() -> None:
     async def run() -> None:
         source = Source()
         shared = SharedAnswer(source.ask)
@@ -70,7 +70,7 @@ def test_one_who_gives_up_leaves_the_others_their_answer() -> None:
     asyncio.run(run())
 
 
-def test_all_hear_of_an_error_and_the_next_question_is_asked_anew() -> None:
+def test_an_error_reaches_all_callers_and_is_not_kept() -> None:
     async def run() -> None:
         source = Source()
         source.now = -1
@@ -84,7 +84,7 @@ def test_all_hear_of_an_error_and_the_next_question_is_asked_anew() -> None:
     asyncio.run(run())
 
 
-def test_an_error_that_nobody_waits_for_any_more_is_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_without_a_waiting_caller_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         source = Source()
         source.now = -1

@@ -84,7 +84,7 @@ def test_two_loads_of_a_replaced_model_share_one_copy(cluster: ClusterSimulation
     assert second.model_id == third.model_id != old.model_id
 
 
-def test_one_revision_is_given_to_who_asks_for_it_alone(cluster: ClusterSimulation) -> None:
+def test_a_pinned_revision_is_shared_only_with_requests_for_it(cluster: ClusterSimulation) -> None:
     cluster.faults.add("revision")
     old = ready(cluster)
     assert ready(cluster, revision="v1").model_id == old.model_id
@@ -100,7 +100,7 @@ def test_one_revision_is_given_to_who_asks_for_it_alone(cluster: ClusterSimulati
     assert old.error is None
 
 
-def test_wrong_credentials_get_no_resident_model_and_change_nothing(cluster: ClusterSimulation) -> None:
+def test_wrong_credentials_get_no_resident_model(cluster: ClusterSimulation) -> None:
     cluster.refused.add("bad")
     cluster.faults.add("access")
     good = ready(cluster, "good")
@@ -111,7 +111,7 @@ def test_wrong_credentials_get_no_resident_model_and_change_nothing(cluster: Clu
     assert good.error is None
 
 
-def test_expired_credentials_of_first_client_stop_nobody(cluster: ClusterSimulation) -> None:
+def test_expired_credentials_of_one_client_stop_no_other(cluster: ClusterSimulation) -> None:
     """Neither a second client that attaches, nor the rank that is replaced after that."""
     ready(cluster, "first")
     cluster.refused.add("first")
@@ -141,7 +141,7 @@ def test_refused_plan_of_one_client_is_not_the_answer_to_another(cluster: Cluste
     assert good.ready
 
 
-def test_access_that_worked_lately_attaches_while_the_store_is_away(cluster: ClusterSimulation) -> None:
+def test_recent_access_attaches_while_the_store_is_away(cluster: ClusterSimulation) -> None:
     cluster.faults.add("away")
     ready(cluster, "good")
     cluster.store_is_away = True

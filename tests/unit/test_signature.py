@@ -1,4 +1,4 @@
-"""Only manifests signed with a trusted key: unsigned, another key and tampered are three different refusals."""
+"""Manifests need a signature of a trusted key. Unsigned, unknown key and tampered are three different refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_signature_is_for_exactly_those_bytes(manifest: bytes, data: st.DataOb
 
 
 @given(st.integers(0, 8 * len(sign_manifest(MANIFEST, KEY, NAME)) - 1))
-def test_no_changed_bit_of_a_signature_makes_it_another_good_one(at: int) -> None:
+def test_any_changed_bit_makes_a_signature_invalid(at: int) -> None:
     signature = bytearray(sign_manifest(MANIFEST, KEY, NAME))
     before = parse_signature(bytes(signature))
     signature[at // 8] ^= 1 << at % 8
@@ -82,7 +82,7 @@ def test_no_changed_bit_of_a_signature_makes_it_another_good_one(at: int) -> Non
     assert parse_signature(bytes(signature)) == before  # white space is all that may differ
 
 
-def test_another_key_is_no_tampering_and_none_at_all_is_neither() -> None:
+def test_an_unknown_key_and_no_signature_are_not_tampering() -> None:
     with pytest.raises(UnknownSigner) as unknown:
         check_signature(MANIFEST, sign_manifest(MANIFEST, OTHER, NAME), [KEY.public], NAME)
     assert unknown.value.details["found"] == key_id(OTHER.public)
@@ -97,7 +97,7 @@ def test_another_key_is_no_tampering_and_none_at_all_is_neither() -> None:
     "signature",
     [b"", b"{}", b"[" * 4000, b"x" * (MAX_SIGNATURE_BYTES + 1), b"\xff", b'{"format":"longshore.signature"}'],
 )
-def test_what_is_no_signature_is_refused_and_not_quoted(signature: bytes) -> None:
+def test_invalid_signatures_are_refused_and_not_quoted(signature: bytes) -> None:
     with pytest.raises(BadSignature) as refused:
         check_signature(MANIFEST, signature, [KEY.public], NAME)
     assert len(str(refused.value)) < 500
@@ -123,7 +123,7 @@ def test_other_forms_of_signatures_are_refused(change: dict[str, object]) -> Non
         check_signature(MANIFEST, document.encode(), [KEY.public], NAME)
 
 
-def test_a_signed_model_opens_where_its_key_is_trusted_and_where_none_is_asked_for() -> None:
+def test_a_signed_model_opens_with_a_trusted_key_or_no_policy() -> None:
     store = signed_store()
     index = open_model(store, trusted_keys=[KEY.public])
     assert index.source == "manifest"
@@ -133,7 +133,7 @@ def test_a_signed_model_opens_where_its_key_is_trusted_and_where_none_is_asked_f
     assert verify(store, trusted_keys=[KEY.public]).ok
 
 
-def test_unsigned_another_key_and_tampered_are_told_apart() -> None:
+def test_unsigned_unknown_key_and_tampered_are_distinct_errors() -> None:
     cases: list[tuple[MemoryStore, type[LongshoreError]]] = [
         (signed_store(None), ManifestUnsigned),
         (MemoryStore(odd_objects()), ManifestUnsigned),  # never published
@@ -186,8 +186,8 @@ def test_publishing_again_keeps_signature_and_manifest_together() -> None:
         open_model(store, trusted_keys=[OTHER.public])
 
 
-def test_a_signing_publish_believes_no_manifest_and_no_journal_that_it_did_not_sign() -> None:
-    """Who can write to the bucket must not get digests signed that the publisher never computed."""
+def test_a_signing_publish_ignores_unsigned_files() -> None:
+    """Writers to the bucket must not get digests signed that the publisher never computed."""
     from storage.checkpoints.checkpoint_files import JOURNAL_KEY
 
     honest = signed_store(None)

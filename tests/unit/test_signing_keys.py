@@ -24,7 +24,7 @@ from storage.publishing.signing import SigningKey, is_signed_by, key_id, public_
 
 
 @given(st.binary(max_size=300))
-def test_what_is_signed_is_known_by_the_public_half_alone(data: bytes) -> None:
+def test_the_public_key_alone_verifies_signatures(data: bytes) -> None:
     key, other = SigningKey.generate(), SigningKey.generate()
     signature = key.sign(data)
     assert is_signed_by(key.public, signature, data)
@@ -33,7 +33,7 @@ def test_what_is_signed_is_known_by_the_public_half_alone(data: bytes) -> None:
     assert not is_signed_by(key.public, signature[:-1], data)
 
 
-def test_a_saved_pair_reads_back_and_only_the_owner_reads_the_private_half(tmp_path: Path) -> None:
+def test_a_saved_key_pair_reads_back_and_is_private_to_its_owner(tmp_path: Path) -> None:
     key = SigningKey.generate()
     public_path = Path(key.save(tmp_path / "key"))
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
@@ -72,7 +72,7 @@ def test_a_private_key_shows_nowhere_and_does_not_travel(tmp_path: Path) -> None
     assert body not in str(refused.value)
 
 
-def test_what_is_no_private_key_is_refused_without_being_quoted(tmp_path: Path) -> None:
+def test_invalid_private_keys_are_refused_and_not_quoted(tmp_path: Path) -> None:
     secret = "MC4CAQAwBQYDK2VwBCIEIHVtc2VjcmV0"
     elliptic = generate_private_key(SECP256R1())
     ours = SigningKey.generate()
@@ -95,7 +95,7 @@ def test_what_is_no_private_key_is_refused_without_being_quoted(tmp_path: Path) 
             SigningKey.read(path)
 
 
-def test_what_is_no_public_key_is_refused(tmp_path: Path) -> None:
+def test_invalid_public_keys_are_refused(tmp_path: Path) -> None:
     elliptic = generate_private_key(SECP256R1()).public_key()
     (tmp_path / "elliptic").write_bytes(elliptic.public_bytes(Encoding.PEM, Public.SubjectPublicKeyInfo))
     for source in ("", "nowhere", "AAAA", "A" * 44, tmp_path / "elliptic", tmp_path, "/dev/zero"):

@@ -89,7 +89,7 @@ def test_a_slow_node_is_slow_alone(model: Model) -> None:
 
 
 @pytest.mark.parametrize("slow", [{}, {"slow_node": 3.0}, {"slow_worker": 3.0}])
-def test_one_node_stands_in_exactly_for_those_that_are_equal(model: Model, slow: dict[str, float]) -> None:
+def test_one_simulated_node_stands_for_equal_nodes(model: Model, slow: dict[str, float]) -> None:
     rates = replace(NIC, store_bytes_s=2.5e9, worker_bytes_s=4e8, latency_s=0.001)
     case = replace(SMALL, nodes=4, **slow)
     short, whole = simulate(model, case, rates), simulate(model, replace(case, stand_ins=False), rates)
@@ -107,7 +107,7 @@ def test_same_seed_same_result(model: Model) -> None:
     assert simulate(model, replace(case, seed=8), rates).load_s != first.load_s
 
 
-def test_the_smallest_arena_does(model: Model) -> None:
+def test_the_smallest_arena_suffices(model: Model) -> None:
     result: Result = simulate(model, SMALL, replace(NIC, arena_slots=9, latency_s=0.001, exchange_s=0.0001))
     assert result.load_s < math.inf
     assert result.efficiency <= 1.0001

@@ -1,4 +1,4 @@
-"""A slot record survives a write that was cut anywhere, and keys tell chunks apart."""
+"""A slot record survives a write that was cut anywhere, and keys distinguish chunks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_copy_reads_back_as_written(sequence, record):
 
 
 @given(st.integers(1, 2**60), records, records, st.integers(0, COPY_BYTES))
-def test_a_torn_copy_is_the_old_one_the_new_one_or_known_as_torn(sequence, old, new, written):
+def test_a_torn_record_is_old_new_or_detected(sequence, old, new, written):
     before, after = pack_copy(sequence, old), pack_copy(sequence + 2, new)
     torn = unpack_copy(after[:written] + before[written:])
     assert torn in (None, (sequence, old), (sequence + 2, new))
@@ -79,7 +79,7 @@ def test_keys_differ_where_any_part_differs():
     assert {len(key) for key in made} == {KEY_BYTES}
 
 
-def test_journals_have_names_of_their_own_and_outlive_their_writer():
+def test_journals_have_unique_names_and_outlive_their_writer():
     one, two = MemoryJournal(2), MemoryJournal(2)
     assert one.epoch != two.epoch
     record = SlotRecord(SlotState.COMMITTED, 3, 5, b"k" * KEY_BYTES)

@@ -1,4 +1,4 @@
-"""The operator's lists: what is not on them is refused before any store is asked, however it is spelled."""
+"""Sources that the operator does not list are refused before any request, however they are spelled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_schemes_without_any_setting(uri: str, fine: bool) -> None:
     assert allowed(SourceRules(), uri) == fine
 
 
-def test_a_list_of_schemes_is_what_it_says() -> None:
+def test_only_listed_schemes_are_allowed() -> None:
     rules = SourceRules.parse("S3A, gcs", "any", "any")
     assert allowed(rules, "s3://models/llama")
     assert allowed(rules, "gs://models/llama")
@@ -96,7 +96,7 @@ def test_buckets() -> None:
     assert allowed(rules, "/data/llama")
 
 
-def test_options_that_could_lead_elsewhere_are_refused_with_a_list_only() -> None:
+def test_options_that_redirect_are_refused_only_with_a_list() -> None:
     ref = parse_uri("gs://models/llama", environ={})
     plain, elsewhere = Credentials(fsspec_options={"token": "x"}), Credentials(fsspec_options={"endpoint_url": "x"})
     rules = SourceRules.parse("gs", "default", "any")
@@ -108,7 +108,7 @@ def test_options_that_could_lead_elsewhere_are_refused_with_a_list_only() -> Non
 
 
 @pytest.mark.parametrize("text", ["", ",", "s3,", "s3,any"])
-def test_lists_that_cannot_be_meant(text: str) -> None:
+def test_invalid_lists_are_refused(text: str) -> None:
     for lists in ((text, "any", "any"), ("any", text, "any"), ("any", "any", text)):
         with pytest.raises(ValueError, match=r"\w"):
             SourceRules.parse(*lists)
@@ -117,7 +117,7 @@ def test_lists_that_cannot_be_meant(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["store", "ftp://store", "https://", "https://u:p@store", "https://store/path", "https://store:99999"]
 )
-def test_endpoints_that_cannot_be_meant(text: str) -> None:
+def test_invalid_endpoints_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         SourceRules.parse("s3", text, "any")
 
@@ -160,7 +160,7 @@ def test_uris_that_climb_or_chain_name_no_place(uri: str) -> None:
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_an_endpoint_of_the_environment_is_one_like_any_other(name: str) -> None:
-    """Of the client's environment: it goes into the request. `default` covers that of the list's own environment."""
+    """The request contains the client's endpoint. `default` covers only that of the list's own environment."""
     ref = parse_uri("s3://models/llama", environ={name: "http://169.254.169.254"})
     assert ref.endpoint_url == "http://169.254.169.254"
     for listed in ("default", "https://store.example"):
@@ -202,7 +202,7 @@ def test_no_message_shows_the_password_in_an_endpoint(url: str) -> None:
 
 
 @pytest.mark.parametrize("region", ["evil.example/", "x@evil.example", "evil.example#", "a b", "x.evil.example:80"])
-def test_a_region_is_no_way_to_another_host(region: str) -> None:
+def test_a_region_cannot_select_another_host(region: str) -> None:
     with pytest.raises(LongshoreError), closing(S3Store(parse_uri("s3://b/m", region=region, environ={}))) as store:
         store.stat("key")
 
@@ -220,6 +220,6 @@ def test_a_region_is_no_way_to_another_host(region: str) -> None:
     ],
     ids=range(7),
 )
-def test_a_request_that_was_made_by_hand_is_held_to_the_same(ref: StoreRef) -> None:
+def test_hand_made_requests_obey_the_same_rules(ref: StoreRef) -> None:
     with pytest.raises(SourceRefused):
         SourceRules.parse("file,s3,http", "http://allowed", "any").check(ref)

@@ -1,4 +1,4 @@
-"""A node's agent while Ray gives its name to nobody: neither to the one that dies nor to a new one."""
+"""Starting a node's agent while Ray still reserves the name for a dying one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def stages(names: list[Tensor], count: int) -> dict[str, tuple[int, ...]]:
     return {tensor.name: stage for tensor, stage in zip(names, found, strict=True)}
 
 
-def test_the_ends_hold_what_is_before_and_after_the_layers() -> None:
+def test_the_end_stages_hold_tensors_outside_the_layers() -> None:
     names = ["lm_head.weight", "model.embed_tokens.weight", *LAYERS, "model.norm.weight", "visual.blocks.3.qkv.weight"]
     found = stages(named(names), 4)
     assert found["model.embed_tokens.weight"] == found["visual.blocks.3.qkv.weight"] == (0,)
@@ -73,7 +73,7 @@ def test_tied_embeddings_are_on_both_ends() -> None:
 
 
 @pytest.mark.parametrize("end", ["qweight", "weight_packed"])
-def test_a_quantized_head_is_a_head_and_a_scale_stays_with_its_embedding(end: str) -> None:
+def test_quantized_heads_and_embedding_scales_are_recognised(end: str) -> None:
     names = ["model.embed_tokens.weight", "model.embed_tokens.weight_scale", *LAYERS]
     assert stages(named(names), 4)["model.embed_tokens.weight_scale"] == (0, 3)
     found = stages(named([*names, f"lm_head.{end}", "lm_head.scales"]), 4)
@@ -100,14 +100,14 @@ def test_too_few_layers_are_an_error(names: list[str]) -> None:
         decide_stages(named(names), Layout(pipeline_parallel_size=3))
 
 
-def test_embeddings_of_every_name_come_first_and_stand_in_for_a_head_that_is_missing() -> None:
+def test_embeddings_come_first_and_replace_a_missing_head() -> None:
     for name in ("gpt_neox.embed_in", "backbone.embeddings", "transformer.wte", "model.embed_tokens"):
         stored = [f"{name}.weight", *LAYERS, "model.norm.weight"]
         assert stages(named(stored), 2)[f"{name}.weight"] == (0, 1)
         assert stages(named([*stored, "embed_out.weight"]), 2)[f"{name}.weight"] == (0,)
 
 
-def test_what_brings_pictures_to_the_language_model_is_before_its_layers() -> None:
+def test_image_projections_are_in_the_first_stage() -> None:
     names = ["model.connector.modality_projection.proj.weight", "model.image_newline", "mm_projector.0.weight"]
     found = stages(named([*names, *LAYERS, "lm_head.weight"]), 2)
     assert all(found[name] == (0,) for name in names)

@@ -1,4 +1,4 @@
-"""Tensors that are converted on their way in: however chunks come, no more is staged than a plan has counted."""
+"""Staging of converted tensors keeps to the plan's room, in whatever order chunks come."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.planned_models import store_arrays
 
 
 class Device:
-    """Keeps the books of what is staged."""
+    """A device that counts staged bytes."""
 
     def __init__(self) -> None:
         self.open: dict[int, int] = {}
@@ -38,7 +38,7 @@ class Device:
 
 
 def plan_of(rows: Sequence[int], chunk_bytes: int, ranks: int = 1) -> LoadPlan:
-    """Tensors of so many rows of 8 numbers, all of them cast; and one of whole numbers, which is not."""
+    """Plan tensors with these rows of 8 numbers, all cast, and one integer tensor that is not."""
     arrays: dict[str, Any] = {f"t{at}": ("F32", np.zeros((count, 8), np.float32)) for at, count in enumerate(rows)}
     arrays["ids"] = ("I64", np.zeros(9, np.int64))
     model = store_arrays(arrays, shards=2, chunk_bytes=chunk_bytes)
@@ -56,7 +56,7 @@ models = st.tuples(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.int
 
 @settings(deadline=None)
 @given(models, st.randoms(use_true_random=False), st.integers(1, 5))
-def test_whatever_the_order_no_more_is_staged_than_the_plan_counted(
+def test_staging_keeps_to_the_planned_room_in_any_order(
     model: tuple[list[int], int, int], chance: Any, most: int
 ) -> None:
     rows, chunk_bytes, ranks = model
@@ -82,7 +82,7 @@ def test_whatever_the_order_no_more_is_staged_than_the_plan_counted(
         assert staging.peak_bytes <= staging.room_bytes == facts[rank].staging_bytes
 
 
-def test_what_has_begun_is_not_held_back() -> None:
+def test_chunks_of_started_tensors_are_not_held_back() -> None:
     plan = plan_of([20, 20, 20, 20], 100)  # 640 bytes each, two in a shard
     staging, _ = staging_of(plan, 0)
     chunks = plan.ranks[0].chunk_ids.tolist()

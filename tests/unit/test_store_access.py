@@ -1,4 +1,4 @@
-"""Which access a model is read with: laws over any order of proofs, releases and time."""
+"""Laws of the access with which a model is read, over any order of proofs, releases and time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ events = st.lists(
 
 
 @given(events)
-def test_newest_proof_of_a_holder_comes_first_and_one_always_stays(history: list[tuple]) -> None:
+def test_newest_proven_access_comes_first_and_one_always_stays(history: list[tuple]) -> None:
     access, now_s, holders = ProvenAccess(), 0.0, {}  # client -> its last access, by time of proof
     last = None
     for kind, *rest in history:

@@ -1,4 +1,4 @@
-"""A store's checksum, put together from chunks in any order, is the object's; what is missing is never guessed."""
+"""Chunk digests in any order combine to the object's checksum; missing ones are never guessed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _spans(checksum: StoreChecksum, data: bytes, start: int, end: int, piece_byt
     piece_bytes=st.integers(1, 400),
     seed=st.integers(0, 100),
 )
-def test_chunks_in_any_order_and_the_known_header_make_the_checksum(
+def test_chunks_in_any_order_and_the_header_give_the_checksum(
     name: str, data: bytes, cuts: list[int], parts: list[int] | None, header: int, piece_bytes: int, seed: int
 ) -> None:
     header = min(header, len(data))
@@ -60,7 +60,7 @@ def test_chunks_in_any_order_and_the_known_header_make_the_checksum(
 
 
 @pytest.mark.parametrize("parts", [(), (40, 100)])
-def test_a_changed_byte_changes_it(parts: tuple[int, ...]) -> None:
+def test_a_changed_byte_changes_the_checksum(parts: tuple[int, ...]) -> None:
     data = bytes(range(100))
     checksum = _checksum("crc32c", data, parts)
     damaged = bytearray(data)
@@ -71,7 +71,7 @@ def test_a_changed_byte_changes_it(parts: tuple[int, ...]) -> None:
     assert found != checksum.digest
 
 
-def test_a_digest_that_does_not_combine_needs_the_object_in_one_piece() -> None:
+def test_a_digest_that_does_not_combine_needs_one_whole_chunk() -> None:
     data = b"some bytes of an object"
     checksum = StoreChecksum("md5", digest_of("md5", data))
     whole = _spans(checksum, data, 0, len(data), 5)
@@ -80,7 +80,7 @@ def test_a_digest_that_does_not_combine_needs_the_object_in_one_piece() -> None:
     assert checksum.found(len(data), halves) is None
 
 
-def test_neither_more_bytes_than_the_range_nor_fewer() -> None:
+def test_chunks_must_have_exactly_the_bytes_of_the_range() -> None:
     hasher = SpanHasher(StoreChecksum("crc32c", bytes(4), (6, 20)), ByteRange(4, 9))
     hasher.update(b"abc")
     with pytest.raises(ValueError, match="2 bytes of the range are missing"):

@@ -1,4 +1,4 @@
-"""A URI names one place, on every node alike; secrets have no way into what is shown."""
+"""A URI names the same place on every node, and output never shows its secrets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from storage.stores.open_store import open_store
         ("memory://a/b", "memory", "", "a/b"),
     ],
 )
-def test_what_a_uri_names(uri: str, scheme: str, bucket: str, prefix: str) -> None:
+def test_uris_name_a_store_and_a_key(uri: str, scheme: str, bucket: str, prefix: str) -> None:
     ref = parse_uri(uri, environ={})
     assert (ref.scheme, ref.bucket, ref.prefix) == (scheme, bucket, prefix)
     assert parse_uri(ref.uri.replace(" ", "%20"), environ={}) == ref
@@ -93,7 +93,7 @@ def test_bad_endpoints(url: str) -> None:
         parse_uri("s3://bucket", endpoint_url=url, environ={})
 
 
-def test_environment_fills_what_is_not_given() -> None:
+def test_the_environment_fills_missing_options() -> None:
     environ = {
         "AWS_ENDPOINT_URL": "http://one:1",
         "AWS_ENDPOINT_URL_S3": "http://two:2/",

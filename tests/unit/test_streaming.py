@@ -63,7 +63,7 @@ def test_every_byte_comes_once_and_in_order(ends: dict[str, list[int]], concurre
     assert all(numbers == list(range(len(ends[key]))) for key, numbers in order.items())
 
 
-def test_passing_faults_are_not_seen() -> None:
+def test_passing_faults_do_not_reach_the_consumer() -> None:
     failed: set[ByteRange] = set()
 
     def first_time(key: str, byte_range: ByteRange, number: int) -> bool:
@@ -77,7 +77,7 @@ def test_passing_faults_are_not_seen() -> None:
     assert b"".join(read) == bytes(range(200))
 
 
-def test_the_first_error_ends_all_of_it() -> None:
+def test_the_first_error_ends_all_readers() -> None:
     inner = MemoryStore({key: bytes(64) * 1000 for key in "abcdefgh"})
     store = FailingStore(inner, lambda key, r, number: key == "a")
     jobs = [(key, [64 * (i + 1) for i in range(1000)]) for key in "abcdefgh"]
@@ -88,7 +88,7 @@ def test_the_first_error_ends_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2, CONSUMERS])
-def test_ctrl_c_while_the_readers_start_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+def test_ctrl_c_while_the_readers_start_ends_them(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     class Interrupted(ThreadPoolExecutor):
         submitted = 0
 
@@ -152,7 +152,7 @@ def test_reads_in_flight_are_bounded() -> None:
     assert len(buffers) <= CONSUMERS * 2
 
 
-def test_nothing_to_do_starts_nothing() -> None:
+def test_an_empty_list_is_read_without_error() -> None:
     run(MemoryStore(), [], lambda key, index, view: None)
 
 

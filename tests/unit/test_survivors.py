@@ -136,7 +136,7 @@ def test_a_survivor_lives_while_any_thread_does(shm_dir: Path) -> None:
             goes_on(node, plan)
 
 
-def test_an_agent_without_an_arena_tells_workers_whether_they_are_orphans(tmp_path: Path) -> None:
+def test_an_agent_without_an_arena_answers_worker_check_ins(tmp_path: Path) -> None:
     with local_node(tmp_path, slots=5) as node:
         node.crash()
         arena = next(tmp_path.iterdir())

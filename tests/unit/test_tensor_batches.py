@@ -13,7 +13,7 @@ from cluster.user_values import BATCH_BYTES, ENTRY_BYTES, Cursor, Entry, TensorB
 
 
 def batches_of(stored: list[bytes], most_bytes: int) -> Iterator[TensorBatch]:
-    """What a worker answers, one call after another."""
+    """Yield the answers of a worker, one call after another."""
     sizes = [len(data) for data in stored]
     after: Cursor | None = Cursor()
     while after is not None:

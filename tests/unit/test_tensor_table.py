@@ -1,4 +1,4 @@
-"""What a manifest says of a shard's tensors, and what the shard itself says."""
+"""The manifest's tensors of a shard are compared with those of the shard's own header."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_the_header_is_found_however_the_shard_is_cut(specs: list[TensorSpec], s
 
 
 @pytest.mark.parametrize("data", [b"", b"1234567", b"\xff" * 9, b"\x02" + bytes(7) + b"[]", bytes(8)])
-def test_what_is_no_header_is_said(data: bytes) -> None:
+def test_invalid_headers_are_reported(data: bytes) -> None:
     head = HeaderBytes(len(data))
     head.add(memoryview(data))
     with pytest.raises(InvalidHeader):
         head.parse()
 
 
-def test_a_tensor_that_only_one_of_them_has() -> None:
+def test_a_tensor_that_only_one_side_has_is_reported() -> None:
     data = safetensors_bytes([("a", "U8", (3,)), ("b", "U8", (2,))])
     header = parse_header(data, len(data))
     a, b = published(header)

@@ -70,7 +70,7 @@ def test_cpu_places_are_bounded_twice() -> None:
         assign_ranks(nodes, Layout(5), "cpu", 2)
 
 
-def test_the_error_says_who_holds_what() -> None:
+def test_the_error_lists_the_holders() -> None:
     with pytest.raises(NotEnoughResources) as caught:
         assign_ranks(gpu_nodes(1, 2, total=4), Layout(4), "cuda", 0, holders=("llama-70b", "qwen"))
     error = pickle.loads(pickle.dumps(caught.value))
@@ -123,7 +123,7 @@ def test_bundles() -> None:
 
 
 @given(layouts, st.lists(st.integers(0, 8), max_size=5))
-def test_what_is_waited_for_can_come(layout: Layout, gpus: list[int]) -> None:
+def test_awaited_bundles_are_ones_that_nodes_can_have(layout: Layout, gpus: list[int]) -> None:
     bundles = bundles_to_wait_for(layout, gpus)
     assert sum(bundles) == layout.ranks
     assert max(bundles) <= (max(gpus, default=0) or 8)

@@ -69,14 +69,14 @@ def test_phases_follow_each_other_and_ranks_lie_in_the_stream() -> None:
     assert spans["ready"] == (4.75, 5.25)
     assert spans["rank 0"] == (pytest.approx(1.85), pytest.approx(3.85))
     assert spans["rank 1"] == (pytest.approx(2.05), pytest.approx(4.55))
-    assert spans["rank 2"] == (pytest.approx(3.75), 4.75)  # a replacement: it was told later
+    assert spans["rank 2"] == (pytest.approx(3.75), 4.75)  # a replacement: it received the load later
 
 
 seconds = st.floats(0, 1e4)
 
 
 @given(st.lists(st.tuples(seconds, seconds, st.integers(0, 1)), max_size=4), seconds, seconds, seconds)
-def test_no_span_is_longer_than_what_it_is_in(
+def test_spans_lie_inside_their_parents(
     ranks: list[tuple[float, float, int]], plan_s: float, load_s: float, total_s: float
 ) -> None:
     made = [rank_report(number, *lengths) for number, lengths in enumerate(ranks)]
@@ -102,7 +102,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Any:
     return provider, exporter
 
 
-def test_spans_go_where_the_programs_own_go(exported: Any) -> None:
+def test_spans_use_the_programs_own_exporter(exported: Any) -> None:
     provider, exporter = exported
     with provider.get_tracer("app").start_as_current_span("request") as request:  # noqa: SIM117
         with load_trace("s3://b/llama", time.monotonic()) as done:
@@ -140,7 +140,7 @@ def test_a_model_that_was_resident_has_one_span(exported: Any) -> None:
     assert [span.name for span in exporter.get_finished_spans()] == ["load"]
 
 
-def test_what_goes_wrong_with_traces_is_no_failure_of_a_load(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_errors_do_not_fail_a_load(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_send", lambda *_: 1 / 0)
     with load_trace("s3://b/llama", time.monotonic()) as done:
         done(load_report())
@@ -148,10 +148,10 @@ def test_what_goes_wrong_with_traces_is_no_failure_of_a_load(exported: Any, monk
         raise ChunkFailed("x")
 
 
-def test_who_is_asked_for_no_traces_makes_none() -> None:
+def test_no_spans_are_made_when_tracing_is_off() -> None:
     assert not tracing_wanted({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"})
     with load_trace("s3://b/llama", time.monotonic()):
-        pass  # no report: nothing to tell
+        pass  # no report, so no spans
 
 
 NOBODY = """
@@ -174,7 +174,7 @@ assert not any(name.startswith("opentelemetry.") for name in sys.modules), "impo
     ],
     ids=["nobody asks", "not there", "asked for, and not there"],
 )
-def test_nothing_is_imported_where_nobody_listens(first: str) -> None:
+def test_opentelemetry_is_not_imported_without_a_listener(first: str) -> None:
     subprocess.run([sys.executable, "-c", NOBODY.format(first=first)], check=True, cwd=REPOSITORY, timeout=120)
 
 
@@ -212,7 +212,7 @@ with load_trace("s3://b/llama", time.monotonic()) as done:
 """
 
 
-def test_a_program_without_traces_of_its_own_sends_them_where_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_a_tracer_uses_the_configured_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     with collector() as (url, sent):

@@ -15,7 +15,7 @@ from tests.support.shards import shards_of
 
 
 def model_of(family: str, folder: Path, **options: Any) -> Any:
-    """Not on the meta device unless the caller says so."""
+    """Make the model, on a real device unless the caller says otherwise."""
     import transformers
 
     tiny = FAMILIES[family]
@@ -28,7 +28,7 @@ def on_meta(family: str, folder: Path, **options: Any) -> Any:
         return model_of(family, folder, **options)
 
 
-def test_rotary_buffers_are_made_and_nothing_else_is(tmp_path: Path) -> None:
+def test_only_rotary_buffers_are_made(tmp_path: Path) -> None:
     (mine,) = shards_of(save_tiny("llama", tmp_path))
     model = on_meta("llama", tmp_path)
     before = {name: tensor.clone() for name, tensor in mine.items()}
@@ -74,7 +74,7 @@ def test_stacked_experts_need_to_be_asked_for(tmp_path: Path) -> None:
     assert model.model.layers[0].mlp.gate.weight.data_ptr() == router.data_ptr()
 
 
-def test_what_is_stored_stacked_is_not_copied(tmp_path: Path) -> None:
+def test_stacked_tensors_are_not_copied(tmp_path: Path) -> None:
     (mine,) = shards_of(save_tiny("qwen3_moe", tmp_path, hub_names=False))
     done = mine.into(on_meta("qwen3_moe", tmp_path))
     assert done.copied == ()
@@ -91,7 +91,7 @@ def test_names_by_hand_and_by_transformers(tmp_path: Path) -> None:
         assert parameter.data_ptr() == there[name].data_ptr()
 
 
-def test_names_that_a_model_does_not_want_are_no_news(tmp_path: Path) -> None:
+def test_ignored_names_are_not_reported(tmp_path: Path) -> None:
     """Early checkpoints have a rotary buffer for each layer."""
     from safetensors.torch import save_file
 
@@ -103,7 +103,7 @@ def test_names_that_a_model_does_not_want_are_no_news(tmp_path: Path) -> None:
     assert mine.into(on_meta("llama", tmp_path)).unexpected == ()
 
 
-def test_what_a_model_keeps_in_float32(tmp_path: Path) -> None:
+def test_modules_that_a_model_keeps_in_float32(tmp_path: Path) -> None:
     """Checkpoints have it so; the module is made in bfloat16 all over."""
     from safetensors.torch import load_file, save_file
 

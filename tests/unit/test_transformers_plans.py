@@ -61,7 +61,7 @@ DIFFERENCES: dict[tuple[str, str], str] = {
 
 
 def their_cut(style: str | None, name: str) -> Cut:
-    """What a parallel style does to a parameter; `transformers.distributed.tensor_parallel` has the classes."""
+    """Return how a parallel style splits a parameter; see `transformers.distributed.tensor_parallel`."""
     if style is None or style in ("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "replicate"):
         return WHOLE
     if style in ("colwise", "colwise_rep", "colwise_gather_output"):
@@ -99,7 +99,7 @@ def style_of(below: str, plan: dict[str, str]) -> str | None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_table_agrees_with_transformers_but_where_it_says_so(family: str) -> None:
+def test_tables_agree_with_transformers_except_where_listed(family: str) -> None:
     plan, expert_plan = plans(family)
     differing = set()
     for name, below in parameters(family):
@@ -114,7 +114,7 @@ def test_a_table_agrees_with_transformers_but_where_it_says_so(family: str) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_entry_of_their_plan_is_left_out(family: str) -> None:
-    """So the comparison above is of the whole plan. What an entry for a module's input or output does is not ours."""
+    """The comparison covers the whole plan, except entries for a module's input or output."""
     plan, _ = plans(family)
     compared = {below for _, below in parameters(family)}
     unseen = [
@@ -140,7 +140,7 @@ def ranks_of_two(rank: int) -> Iterator[Any]:
 
 
 def cut_by_transformers(style: str, name: str, array: NDArray[np.uint16], mesh: Any) -> NDArray[np.uint16]:
-    """What the style leaves of a parameter on this rank of the mesh."""
+    """Return what the style leaves of a parameter on this rank of the mesh."""
     import torch
     from transformers.distributed import expert_parallel, tensor_parallel  # noqa: F401  # they register their styles
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
@@ -156,10 +156,10 @@ def cut_by_transformers(style: str, name: str, array: NDArray[np.uint16], mesh: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_rank_has_what_transformers_would_leave_it(
+def test_a_rank_has_the_same_part_as_with_transformers(
     family: str, rank: int, saved_families: dict[tuple[str, str], SavedFamily]
 ) -> None:
-    """Not the plan but what comes of it: their own code cuts the same tensors."""
+    """The code of transformers splits the same tensors."""
     plan, expert_plan = plans(family)
     saved = saved_families[family, "modules"]
     stored = saved.stored()

@@ -1,4 +1,4 @@
-"""Whom a cluster and a request trust together, in plans, in settings and on the command line."""
+"""A cluster and a request combine their trusted keys and names, in plans, settings and commands."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def test_a_place_that_is_not_allowed_is_never_opened(model: Path) -> None:
         client.publish("s3://bucket/model", model / "copy", config=Config(allowed_schemes="file"))
 
 
-def test_the_doctor_says_what_is_not_allowed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_reports_what_is_not_allowed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSHORE_ALLOWED_SCHEMES", "s3")
     with pytest.raises(SourceRefused):
         list(check_store(str(model), {}))
 
 
-def test_settings_say_whom_and_where_to_trust(key: Path) -> None:
+def test_settings_list_trusted_keys_and_places(key: Path) -> None:
     public = Path(f"{key}.pub")
     config = Config.from_env(
         {
@@ -150,12 +150,12 @@ def test_settings_say_whom_and_where_to_trust(key: Path) -> None:
         ("ALLOWED_BUCKETS", "a,,b"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_errors_and_never_open_the_door(name: str, value: str) -> None:
+def test_invalid_trust_settings_are_errors_and_allow_nothing(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"LONGSHORE_{name}"):
         Config.from_env({f"LONGSHORE_{name}": value})
 
 
-def test_the_verbs_want_signatures(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_and_plan_require_signatures(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = f"{key}.pub"
     assert client.verify(model, trusted_keys=[public]).ok
     revision = preview.plan(model, trusted_keys=[public]).revision
@@ -190,9 +190,7 @@ def test_names_of_two_lists_of_keys_must_both_match() -> None:
         own.keys_for([KEYS[2]])
 
 
-def test_a_model_is_loaded_under_the_name_that_it_was_signed_with(
-    model: Path, key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_loads_only_under_its_signed_name(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster
     public, here = f"{key}.pub", str(model).strip("/")
     for verb in (client.verify, preview.plan):
@@ -244,7 +242,7 @@ def test_only_the_revision_that_is_asked_for(
             verb(model, revision=second[:12])
     with pytest.raises(RevisionMismatch), host_rank(model, 0, device="cpu", revision=first):
         pass
-    for name, data in signed_before.items():  # whoever can write to the bucket puts the old ones back
+    for name, data in signed_before.items():  # a writer to the bucket puts the old ones back
         (model / name).write_bytes(data)
     for verb in (client.verify, preview.plan):
         with pytest.raises(RevisionMismatch):
@@ -270,7 +268,7 @@ def test_one_file_and_an_unpublished_model_have_a_revision_too(model: Path) -> N
         client.verify(model, revision=bare)
 
 
-def test_what_was_never_published_cannot_be_signed(tmp_path: Path, key: Path) -> None:
+def test_an_unpublished_model_cannot_be_signed(tmp_path: Path, key: Path) -> None:
     write_tiny_llama(tmp_path / "bare")
     with pytest.raises(ObjectNotFound):
         sign(tmp_path / "bare", key)
@@ -280,7 +278,7 @@ def test_what_was_never_published_cannot_be_signed(tmp_path: Path, key: Path) ->
     assert not (tmp_path / "bare" / MANIFEST_KEY).exists()
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_signatures_work_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tiny_llama(tmp_path / "llama")
     model, key = str(tmp_path / "llama"), str(tmp_path / "signer")
     assert main(["keygen", key, "--json"]) == 0

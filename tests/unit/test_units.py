@@ -66,6 +66,6 @@ def test_printable_keeps_readable_names() -> None:
     ("count", "text"),
     [(0, ""), (1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more nodes"), (50, "0, 1, 2 and 47 more nodes")],
 )
-def test_a_list_says_what_it_leaves_out(count: int, text: str) -> None:
+def test_a_shortened_list_counts_the_rest(count: int, text: str) -> None:
     assert show_some(range(count), 3, "more nodes") == text
     assert show_some((str(number) for number in range(count)), 3) == text.removesuffix(" nodes")

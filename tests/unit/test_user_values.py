@@ -101,11 +101,11 @@ class WithALock(Exception):
 
 
 class Hurried(BaseException):
-    """Not an Exception."""
+    """A BaseException that is not an Exception."""
 
 
 @pytest.mark.parametrize("result", [threading.Lock, lambda: {"deep": [threading.Lock()]}, lambda: (_ for _ in ())])
-def test_a_result_that_cannot_be_pickled_names_its_type_and_what_to_return(result: Callable[[], Any]) -> None:
+def test_an_unpicklable_result_names_its_type_and_alternatives(result: Callable[[], Any]) -> None:
     with pytest.raises(RemoteCallFailed, match="the result of rank 3 cannot be sent") as caught:
         called(lambda shard: (result(),))
     error = pickle.loads(pickle.dumps(caught.value))
@@ -114,7 +114,7 @@ def test_a_result_that_cannot_be_pickled_names_its_type_and_what_to_return(resul
     assert "numpy arrays" in error.hint
 
 
-def test_a_result_that_cannot_be_made_again_says_so() -> None:
+def test_a_result_that_cannot_be_unpickled_is_reported() -> None:
     with pytest.raises(RemoteCallFailed, match="the result of rank 3 cannot be unpickled in this process") as caught:
         called(lambda shard: Unreadable())
     assert caught.value.details["rank"] == 3
@@ -136,7 +136,7 @@ def test_any_exception_is_one_typed_error_with_its_traceback(make: Callable[[], 
     assert "run_function" not in again.message
 
 
-def test_an_error_of_ours_comes_back_as_it_is_with_its_rank() -> None:
+def test_a_longshore_error_comes_back_unchanged_with_its_rank() -> None:
     def fail(shard: Any) -> None:
         raise ModuleMismatch("not this module", names="a, b")
 
@@ -171,7 +171,7 @@ def test_a_function_that_cannot_be_pickled_is_named() -> None:
         called(lambda shard: lock.locked())
 
 
-def test_a_function_that_cannot_be_read_on_the_rank_says_so() -> None:
+def test_a_function_that_cannot_be_unpickled_is_reported() -> None:
     with pytest.raises(RemoteCallFailed, match="the function cannot be read on rank 3") as caught:
         called(len, Unreadable())
     assert "ValueError" in caught.value.details["cause"]

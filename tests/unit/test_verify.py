@@ -29,7 +29,7 @@ def store() -> MemoryStore:
     return store
 
 
-def test_what_is_as_published_is_ok(store: MemoryStore) -> None:
+def test_an_unchanged_model_is_ok(store: MemoryStore) -> None:
     counting = WrappedStore(store)
     seen: list[VerifyProgress] = []
     report = verify(counting, progress=seen.append)
@@ -92,7 +92,7 @@ def test_one_shard_alone(store: MemoryStore) -> None:
         verify(store, only_key="x.safetensors")
 
 
-def test_what_was_never_published_is_not_ok() -> None:
+def test_an_unpublished_model_is_not_ok() -> None:
     report = verify(MemoryStore(OBJECTS))
     assert (report.ok, report.source, report.checked_chunks) == (False, "headers", 0)
     assert report.notes == (NOT_PUBLISHED,)

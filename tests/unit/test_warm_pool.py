@@ -1,4 +1,4 @@
-"""Which idle workers a load takes over, and which give way to it."""
+"""A load takes over some idle workers, and ends others to make room."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def worker_group(
     return IdleWorkerGroup(name, device, node_ids, dict.fromkeys(node_ids, kept), since_s)
 
 
-def test_a_worker_group_of_the_same_shape_is_taken_the_warmest_first() -> None:
+def test_the_warmest_worker_group_of_the_same_shape_is_reused() -> None:
     worker_groups = [
         worker_group("old", "n0", "n0", since_s=1),
         worker_group("new", "n1", "n1", since_s=2),
@@ -47,12 +47,12 @@ def test_a_worker_group_of_the_same_shape_is_taken_the_warmest_first() -> None:
         worker_group("g", "gone", "gone"),  # its node is not there any more
     ],
 )
-def test_any_other_is_left_alone_while_there_is_room(other: IdleWorkerGroup) -> None:
+def test_worker_groups_of_other_shapes_stay_while_there_is_room(other: IdleWorkerGroup) -> None:
     choice = choose([other], cpu_nodes(5, 6), Layout(tensor_parallel_size=2), "cpu", SEATS)
     assert (choice.take, choice.end) == (None, ())
 
 
-def test_worker_groups_give_way_the_longest_idle_first_and_no_more_than_needed() -> None:
+def test_the_longest_idle_worker_groups_end_and_only_as_needed() -> None:
     worker_groups = [
         worker_group("b", "n0", "n0", "n0", since_s=2),
         worker_group("a", "n0", "n0", "n0", since_s=1),
@@ -65,7 +65,7 @@ def test_worker_groups_give_way_the_longest_idle_first_and_no_more_than_needed()
     assert choice.end == ("a", "b")
 
 
-def test_gpus_of_worker_groups_count_as_free_once_they_have_ended() -> None:
+def test_gpus_of_ended_worker_groups_count_as_free() -> None:
     nodes = [NodeInfo("n0", "h0", gpus_free=0, gpus_total=2), NodeInfo("n1", "h1", gpus_free=1, gpus_total=2)]
     worker_groups = [worker_group("g", "n0", "n0", device="cuda")]
     assert choose(worker_groups, nodes, Layout(tensor_parallel_size=2), "cuda", SEATS).take == "g"
@@ -74,7 +74,7 @@ def test_gpus_of_worker_groups_count_as_free_once_they_have_ended() -> None:
     assert [node.gpus_free for node in choice.nodes] == [2, 1]
 
 
-def test_too_little_even_without_worker_groups_ends_none() -> None:
+def test_no_worker_group_ends_when_room_would_still_lack() -> None:
     with pytest.raises(NotEnoughResources):
         choose([worker_group("g", "n0", "n0")], cpu_nodes(1), Layout(tensor_parallel_size=4), "cpu", SEATS)
 
@@ -94,10 +94,10 @@ def scenes(draw: st.DrawFn) -> tuple[list[IdleWorkerGroup], list[NodeInfo], Layo
 
 
 @given(scenes())
-def test_a_load_never_fares_worse_for_worker_groups(
+def test_idle_worker_groups_never_worsen_a_placement(
     scene: tuple[list[IdleWorkerGroup], list[NodeInfo], Layout],
 ) -> None:
-    """It gets the spread that it would get without any, or is refused as it would be; what is ended is no more."""
+    """It gets the same spread, or the same refusal, as without any worker groups."""
     worker_groups, nodes, layout = scene
     held = Counter(node for one in worker_groups for node in one.node_ids)
     without = [replace(node, cpu_ranks_free=node.cpu_ranks_free + held[node.node_id]) for node in nodes]
@@ -124,14 +124,14 @@ def test_a_load_never_fares_worse_for_worker_groups(
     assert all(by_id[worker_group_id].idle_since_s <= min(left, default=99) for worker_group_id in choice.end)
 
 
-def test_kept_memory_counts_for_who_takes_it_over_and_for_nobody_else() -> None:
+def test_kept_memory_counts_only_for_the_load_that_reuses_it() -> None:
     nodes = [NodeInfo("n0", "h0", memory_free_bytes=10), NodeInfo("n1", "h1", memory_free_bytes=20)]
     assert with_kept_memory(nodes, None) == nodes
     found = with_kept_memory(nodes, worker_group("g", "n1", "n1", kept=5))
     assert [node.kept_bytes for node in found] == [0, 5]
 
 
-def test_only_worker_groups_on_the_nodes_of_the_load_are_in_its_way() -> None:
+def test_only_worker_groups_on_the_nodes_of_a_load_end_for_it() -> None:
     worker_groups = [
         worker_group("a", "n0", since_s=2),
         worker_group("b", "n1", since_s=0),

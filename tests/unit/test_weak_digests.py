@@ -77,7 +77,7 @@ def test_a_forged_chunk_of_one_store_stays_out_of_anothers(shm_dir: Path, two_mo
         assert load_from(node, honest, OURS) == (True, True)  # a store's own chunks are still cached
 
 
-def test_nor_does_it_come_from_disk(shm_dir: Path, tmp_path: Path, two_models: tuple[bytes, bytes]) -> None:
+def test_a_forged_chunk_is_not_read_from_disk(shm_dir: Path, tmp_path: Path, two_models: tuple[bytes, bytes]) -> None:
     honest, evil = two_models
     settings = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": 1 << 24}
     chunks = (1 << 20) // CHUNK_BYTES  # the header is none of them
@@ -101,7 +101,7 @@ def test_chunks_with_blake3_are_shared_by_all_stores(shm_dir: Path, two_models: 
         assert load_from(node, honest, OURS, "blake3") == (True, True)
 
 
-def test_a_store_is_told_by_all_that_decides_where_it_is() -> None:
+def test_a_store_is_identified_by_all_that_locates_it() -> None:
     def identity(uri: str = "az://models/llama", profile: str | None = None, **options: object) -> str:
         request = make_request(
             LoadOptions(uri, profile=profile, credentials=Credentials(fsspec_options=options) if options else None)
@@ -128,12 +128,12 @@ def test_publish_and_sign_refuse_digests_that_can_be_forged(tmp_path: Path, weak
     assert client.publish(weak, sign_key=key).hash_name == "blake3"  # as the hint says
 
 
-def test_whoever_trusts_keys_accepts_no_such_digests(weak: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_keys_require_strong_digests(weak: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (weak / MANIFEST_KEY).read_bytes()
     (weak / SIGNATURE_KEY).write_bytes(sign_manifest(data, SigningKey.read(key), path_of(weak.as_uri())))
     public = f"{key}.pub"
     for verb in (client.verify, plan_ahead):
-        verb(weak)  # who trusts no key is told of accidents, as ever
+        verb(weak)  # without trusted keys, accidental damage is reported as always
         with pytest.raises(WeakDigest, match="publish the model again"):
             verb(weak, trusted_keys=[public])
     monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster

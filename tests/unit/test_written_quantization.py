@@ -19,7 +19,7 @@ MODEL = store_arrays(as_bf16(random_arrays(llama_shapes(2, 128, 128, 4, 2, 50)))
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"nf4"}))
-def test_the_library_reads_it_as_what_was_done(scheme: str) -> None:
+def test_the_library_reads_the_written_quantization(scheme: str) -> None:
     plan = build_load_plan(MODEL.index, Layout(), None, None, Precision("auto", scheme))
     config = quantization_config(plan.cut)
     assert config is not None
@@ -57,7 +57,7 @@ def test_transformers_reads_it_as_nf4_of_bitsandbytes() -> None:
     assert precision_of(plan.cut) == "cast to F16: 7 tensors, nf4: 14 tensors"
 
 
-def test_what_is_skipped_is_ignored() -> None:
+def test_skipped_layers_are_listed_as_ignored() -> None:
     skip = ("default", "**.down_proj.weight")
     plan = build_load_plan(MODEL.index, Layout(), None, None, Precision("float16", "int8", skip))
     config = quantization_config(plan.cut)
@@ -68,7 +68,7 @@ def test_what_is_skipped_is_ignored() -> None:
     assert precision_of(plan.cut) == "cast to F16: 9 tensors, int8: 12 tensors"
 
 
-def test_nothing_is_said_of_a_model_that_is_not_quantized() -> None:
+def test_an_unquantized_model_has_no_quantization_config() -> None:
     for precision, said in ((Precision(), "as stored"), (Precision("float16"), "cast to F16: 21 tensors")):
         plan = build_load_plan(MODEL.index, Layout(), None, None, precision)
         assert quantization_config(plan.cut) is None
@@ -76,7 +76,7 @@ def test_nothing_is_said_of_a_model_that_is_not_quantized() -> None:
 
 
 def test_experts_in_one_tensor() -> None:
-    """Nothing reads them quantized: they are left, unless a list without "default" asks for it; a plan says which."""
+    """No library reads them quantized, so they stay plain unless a list without "default" asks; a plan lists them."""
     shapes = llama_shapes(1, 128, 128, 4, 2, 50) | {"model.layers.0.mlp.experts.gate_up_proj": (4, 256, 128)}
     model = store_arrays(as_bf16(random_arrays(shapes)))
     notes = []
