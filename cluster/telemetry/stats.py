@@ -212,8 +212,10 @@ class NodeReport(Jsonable):
     objects: tuple[ObjectCheck, ...] = ()  # that any rank of the node touches, when there is no manifest
 
     def plus(self, later: NodeReport) -> NodeReport:
-        """With another part of the load on the same node. A chunk that both parts need counts for each: one of them
-        found it in the arena.
+        """Return this share of the load together with a later one of the same node.
+
+        Integers are added, unless `_OF_THE_AGENT` names them. A chunk that both shares need counts for each, because
+        one of them found it in the arena.
         """
         sums = {
             name: getattr(self, name) + getattr(later, name)
