@@ -99,15 +99,16 @@ def minilm_checkpoint() -> Path:
 
 
 @pytest.fixture
-def minilm_shards(minilm_checkpoint: Path, tmp_path: Path) -> Path:
+def minilm_shards(minilm_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same tensors in four shards with an index, beside the same config."""
+    folder = tmp_path_factory.mktemp("shards")
     tensors = load_file(minilm_checkpoint / "model.safetensors")
     weight_map = {name: f"model-{number % 4}.safetensors" for number, name in enumerate(tensors)}
     for key in set(weight_map.values()):
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == key}, tmp_path / key)
-    (tmp_path / INDEX_KEY).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    shutil.copy(minilm_checkpoint / "config.json", tmp_path)
-    return tmp_path
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == key}, folder / key)
+    (folder / INDEX_KEY).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    shutil.copy(minilm_checkpoint / "config.json", folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -491,7 +491,7 @@ def test_the_real_checkpoint_is_copied_and_verified(minilm_shards: Path, tmp_pat
         assert report.tensors == 104
         assert verify(dest).ok
         assert publish(source, dest, chunk_bytes=MIB).unchanged
-        path = tmp_path / "models" / "minilm" / "model-00002-of-00004.safetensors"
+        path = tmp_path / "models" / "minilm" / "model-1.safetensors"
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
