@@ -33,6 +33,8 @@ LongshoreError
 
 from __future__ import annotations
 
+import traceback
+
 from storage.errors import LongshoreError
 
 
@@ -146,3 +148,16 @@ class RemoteCallFailed(LongshoreError):
 
 class CallTimeout(LongshoreError):
     """Ranks have not answered LoadedModel.call within its timeout_s; `details["ranks"]` names them."""
+
+
+def empty_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames of an error and what caused it, so that it keeps no chunk and no tensor.
+
+    Frames of running functions stay as they are.
+    """
+    emptied: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in emptied:
+        traceback.clear_frames(one.__traceback__)
+        emptied.add(id(one))
+        one = one.__cause__ or one.__context__

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from actors.rank.state import FetchedChunk
+from cluster.errors import empty_frames
 from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
 from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.retry import Fail, cause_of, decide
@@ -225,9 +226,12 @@ class ChunkFetcher:
             self._running[lease.lease_id] = lease.chunk, limit
             try:
                 read = ChunkRead(self._store, self._tables, lease.chunk, parts, limit, clock)
-                return self._fetch(lease, read, limit, disk)
+                fetched = self._fetch(lease, read, limit, disk)
             finally:
                 del self._running[lease.lease_id]
+        if fetched.failure is not None:
+            empty_frames(fetched.failure.error)  # a failure that no message takes along would keep the arena mapped
+        return fetched
 
     def _from_disk(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> str:
         """Return DISK_READ when `parts` have the verified chunk, DISK_UNUSABLE when the disk failed, else ""."""

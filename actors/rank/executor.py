@@ -24,7 +24,6 @@ import math
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -35,7 +34,7 @@ from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
 from actors.rank.rank_work import RankWork
 from actors.rank.state import Next, RankIdentity, RankState
-from cluster.errors import ClusterLost, LoadCancelled
+from cluster.errors import ClusterLost, LoadCancelled, empty_frames
 from cluster.messages import DIRECT, RankJob, RankUpdate, Words
 from cluster.planning.packed_plan import unpack_shared
 from cluster.planning.plan import RankPlan
@@ -114,19 +113,6 @@ class ArenaMaps:
 
 
 PROCESS_ARENAS = ArenaMaps()
-
-
-def empty_frames(error: BaseException) -> None:
-    """Clear the local variables of the frames of an error and its causes, so that it keeps no chunk and no tensor.
-
-    Frames of running functions stay as they are.
-    """
-    emptied: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in emptied:
-        traceback.clear_frames(one.__traceback__)
-        emptied.add(id(one))
-        one = one.__cause__
 
 
 class LoaderThreads:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import re
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +22,9 @@ from cluster.messages import LeaseOrder
 from cluster.planning.packed_plan import SharedTables
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import digest_of
-from storage.errors import IntegrityError, ReadEnded, StoreUnavailable
+from storage.errors import IntegrityError, ObjectNotFound, ReadEnded, StoreUnavailable
 from storage.store_ref import Credentials, StoreRef
+from storage.stores.local import LocalStore
 from storage.stores.object_store import PIECE_BYTES, ByteRange, MemoryStore, ObjectStore
 from storage.stores.s3.store import S3Store
 from tests.support.faulty_stores import FailingStore
@@ -175,6 +178,18 @@ def test_a_server_that_sends_nothing_uses_up_the_attempts() -> None:
         result, _, _ = fetch(server.store(), tables())
     assert result.failure is not None
     assert result.failure.tries == len(server.asked) == ATTEMPTS
+
+
+def test_a_failure_keeps_no_memory_of_the_chunk(tmp_path: Path) -> None:
+    """A message may never take it along: then an arena would stay mapped for as long as the load is known."""
+    memory = mmap.mmap(-1, SIZE_BYTES)
+    with fetching(LocalStore(tmp_path), tables()) as fetcher:
+        parts = [memoryview(memory)]
+        result = fetcher.fetch(LeaseOrder("lease", 0, 0, NEVER_S), parts, fetcher.clock())
+        parts.pop().release()
+    assert result.failure is not None
+    assert isinstance(result.failure.error, ObjectNotFound)
+    memory.close()  # a BufferError, as long as there is a view
 
 
 def test_single_byte_answers_use_up_the_short_read_budget() -> None:

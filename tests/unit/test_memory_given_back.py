@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save
 
 from actors.devices.cpu_device import CpuDevice
-from actors.rank.executor import RankLoader, empty_frames
-from cluster.errors import DoesNotFit, LoadCancelled
+from actors.rank.executor import RankLoader
+from cluster.errors import DoesNotFit, LoadCancelled, empty_frames
 from cluster.layouts.mesh import Layout
 from cluster.planning.make_plan import build_load_plan
 from cluster.planning.plan import StagedTensor, TensorSlice
