@@ -88,20 +88,16 @@ class Staging:
         if chunk not in self._tensors:
             return True
         with self._changed:
-            # A chunk that opens a tensor waits in its slot while others wait to be converted.
-            self._changed.wait_for(
-                lambda: self._broken or (chunk not in self._placing and (self._complete <= 1 or not self._opens(chunk)))
-            )
+            # A chunk that opens tensors waits in its slot while others are converted whose memory it needs.
+            self._changed.wait_for(lambda: self._broken or (chunk not in self._placing and self._has_room(chunk)))
             if self._broken:
                 raise LongshoreError("the load ends: another thread could not convert a tensor")
             if chunk in self._placed:
                 return False
             self._placing.add(chunk)
-            for number in self._tensors[chunk]:
-                if number not in self._open_bytes:
-                    source = self._plan.staged[number].source
-                    self._device.stage(self._plan.staged[number])
-                    self._open_bytes[number] = source.size_bytes
+            for number in self._opened_by(chunk):
+                self._device.stage(self._plan.staged[number])
+                self._open_bytes[number] = self._plan.staged[number].source.size_bytes
             self.peak_bytes = max(self.peak_bytes, sum(self._open_bytes.values()))
         return True
 
@@ -139,8 +135,20 @@ class Staging:
                 self._complete += 1
                 self._convert(number)
 
-    def _opens(self, chunk: int) -> bool:
-        return chunk not in self._placed and any(number not in self._open_bytes for number in self._tensors[chunk])
+    def _opened_by(self, chunk: int) -> list[int]:
+        """Return the tensors that begin with this chunk."""
+        if chunk in self._placed:
+            return []
+        return [number for number in self._tensors[chunk] if number not in self._open_bytes]
+
+    def _has_room(self, chunk: int) -> bool:
+        """Return True when the tensors that this chunk opens fit beside those that have memory.
+
+        When no tensor waits to be converted, the order of chunks (`choose`) leaves room for every chunk.
+        """
+        opened = self._opened_by(chunk)
+        new_bytes = sum(self._plan.staged[number].source.size_bytes for number in opened)
+        return not opened or not self._complete or sum(self._open_bytes.values()) + new_bytes <= self.room_bytes
 
     def _convert(self, number: int) -> None:
         staged = self._plan.staged[number]

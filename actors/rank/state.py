@@ -222,6 +222,8 @@ class RankState:
         self._account(now_s)
         self.working -= 1
         self.closed.discard(result.lease_id)
+        if self.held_until_s is not None:
+            self.held_until_s = now_s + HOLD_S
         commit = result.commit
         if commit is not None:
             self.sources[commit.chunk] = source_of(commit.lease_id, commit.disk)
@@ -478,13 +480,9 @@ class RankState:
                 self.held_until_s = None
 
     def _begin_copies(self, chosen: list[int]) -> list[tuple[int, int]]:
-        """Take the chosen chunks, in the order in which they came."""
-        wanted = set(chosen)
-        taken = [each for each in self.readable.items() if each[0] in wanted]
-        for chunk, _ in taken:
-            del self.readable[chunk]
-            self.copying.add(chunk)
-        return taken
+        """Take the chosen chunks, in the order of the choice: in another, more tensors would have memory at once."""
+        self.copying.update(chosen)
+        return [(chunk, self.readable.pop(chunk)) for chunk in chosen]
 
     def _note_placed(self, chunk: int, size_bytes: int) -> None:
         if chunk not in self.placed:

@@ -464,6 +464,15 @@ def test_chunks_are_placed_in_the_order_in_which_they_came() -> None:
     assert state.next_chunks(2, 0.0) == [(2, 2)]
 
 
+def test_chosen_chunks_are_placed_in_the_order_of_the_choice() -> None:
+    """Tensors that are converted begin in the plan's order, so that few have memory at a time."""
+    state = holding(1, 2, 3)
+    exchange(state, Orders(readable=((1, 2),)))
+    state._choose = lambda chunks, most: sorted(chunks)[:most]
+    assert state.next_chunks(2, 0.0) == [(1, 2), (2, 1)]
+    assert state.next_chunks(2, 0.0) == [(3, 0)]
+
+
 def test_held_chunks_wait_for_those_that_come() -> None:
     state = holding(1)
     assert state.next_chunks(8, 0.0) == []
@@ -480,6 +489,11 @@ def test_first_held_chunk_goes_on_when_nothing_is_fetched() -> None:
     exchange(state, Orders(leases(1)))
     assert state.next_chunks(8, HOLD_S) == []
     assert state.next_chunks(8, 2 * HOLD_S) == []  # a fetch is under way
+    lease = state.next_lease(2 * HOLD_S)
+    assert lease is not None
+    state.fetch_ended(FetchedChunk(lease.lease_id), 0, 0.0, 2.9 * HOLD_S)
+    assert state.next_chunks(8, 3 * HOLD_S) == []  # there was one a moment ago
+    assert state.next_chunks(8, 3.9 * HOLD_S) == [(3, 0)]
 
 
 def test_a_drain_forgets_held_chunks() -> None:

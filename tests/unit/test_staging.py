@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,6 +95,37 @@ def test_chunks_of_started_tensors_are_not_held_back() -> None:
     later = chunks[2:5]  # of the tensor that has begun; the second chunk is still missing
     assert staging.choose([*later, last], 8) == later
     assert staging.choose([*later, last], 2) == later[:2]
+
+
+def test_a_slow_conversion_does_not_exceed_the_room() -> None:
+    """Other threads go on to the next tensors while one is converted, as far as there is memory."""
+    plan = plan_of([20, 20, 20, 20, 20, 20], 700)  # 640 bytes each: every chunk ends inside a tensor
+    staging, device = staging_of(plan, 0)
+    waiting, go_on = threading.Event(), threading.Event()
+    convert = device.convert
+
+    def slow_convert(staged: Any, slices: Sequence[Any]) -> None:
+        waiting.set()
+        assert go_on.wait(30)
+        convert(staged, slices)
+
+    device.convert = slow_convert  # type: ignore[method-assign]
+
+    def place(chunk: int) -> None:
+        staging.begin(chunk)
+        staging.end(chunk)
+
+    threads = [threading.Thread(target=place, args=(chunk,)) for chunk in plan.ranks[0].chunk_ids.tolist()]
+    threads[0].start()
+    assert waiting.wait(30)
+    for thread in threads[1:]:
+        thread.start()
+        thread.join(0.05)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(device.converted) == len(plan.ranks[0].staged)
+    assert device.peak_bytes == staging.peak_bytes <= staging.room_bytes
 
 
 def test_the_room_is_that_of_two_and_a_chunk() -> None:
