@@ -347,9 +347,9 @@ class RankLoader:
             after = self._work.answered(update, orders)
             if after is Next.LEFT:
                 return
-            if after is Next.REJOIN and update.leaving:
-                # A restarted agent must learn that this rank needs nothing, or it keeps chunks for it. But the bytes
-                # are placed, so a load does not fail for it.
+            if after is Next.REJOIN and self.state.finished:
+                # The agent must learn that this rank needs nothing, or it keeps chunks for it. But the bytes are
+                # placed, so a load does not fail for it.
                 try:
                     self._join(patience_s=AGENT_BACK_S)
                 except IntegrityError:

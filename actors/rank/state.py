@@ -383,12 +383,9 @@ class RankState:
             if isinstance(stop, IntegrityError):
                 raise stop  # the last chunk of an object showed that it is damaged
             return Next.LEFT
-        if self._asked_finished and not update.leaving:  # it waits only for what it fetches for others
-            if stop is not None:
-                self.abandon()
-            elif orders is not None:
-                self._take(orders, now_s)
-            return Next.GO_ON  # an agent that does not know the rank learns from the last update that it is done
+        if stop is not None and self._asked_finished:  # it waits only for what it fetches for others
+            self.abandon()
+            return Next.GO_ON
         if stop is not None:
             raise stop
         if orders is None:

@@ -503,10 +503,10 @@ class SimWorker:
         agent = self.node.agent
         if agent is not None and agent.version != VERSION:
             rank._end(VersionMismatch("the node's agent runs another version"))
-        elif agent is not None:
+        elif agent is not None and rank.state.joined:
             self._heard_s = self.cluster.clock.now_s
         elif self.cluster.clock.now_s - self._heard_s > AGENT_GONE_S:
-            rank._end(ClusterLost("the node's agent does not answer"))
+            rank._end(ClusterLost("the node's agent does not answer, or does not know the load"))
         if not rank.left:
             act_once(rank, self.cluster)
         if rank.left:

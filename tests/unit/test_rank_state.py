@@ -396,6 +396,19 @@ def test_a_finished_rank_ends_started_reads_unless_abandoned() -> None:
     assert state.is_void("lease-0", True)
 
 
+def test_a_finished_rank_says_hello_after_a_lost_message() -> None:
+    """Only a hello repeats which chunks it has; an agent that goes on would wait for them for ever."""
+    state = rank(2)
+    exchange(state, Orders(readable=((0, 5), (1, 6))))
+    state.next_chunks(2, 0.0)
+    state.chunks_placed({0: SIZE_BYTES, 1: SIZE_BYTES}, 0.0)
+    state.drain(0.0, finish=True)
+    lost = state.update(0.0)
+    assert state.answered(lost, None, 0.0) is Next.REJOIN
+    state.drain(0.0)
+    assert state.hello().placed == lost.placed == (0, 1)
+
+
 def test_a_complete_rank_ends_well_unless_an_object_is_damaged() -> None:
     for stop, ends_well in ((LoadCancelled("over"), True), (IntegrityError("damaged"), False)):
         state = rank(0)
