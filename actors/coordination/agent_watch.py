@@ -125,7 +125,7 @@ class AgentWatch:
             living = await asyncio.to_thread(nodes.living_nodes)
             for node_id in silent:
                 if node_id not in living:
-                    del self._beats[node_id]
+                    self._beats.pop(node_id, None)  # a heartbeat may have been refused meanwhile
 
     async def rebuild(self) -> None:
         """Wait for the agents that are there already: there are some when an earlier incarnation was killed."""

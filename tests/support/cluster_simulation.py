@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import re
 import sys
 from collections.abc import Callable, Coroutine
@@ -63,6 +64,7 @@ from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.load_state import LoadState
 from cluster.telemetry.counters import CoordinatorFacts, Durations, Key, Snapshot, samples
+from cluster.telemetry.logs import ROOT
 from cluster.telemetry.metrics import Kind
 from storage.checkpoints.checkpoint import check_wanted
 from storage.errors import (
@@ -750,6 +752,9 @@ class ClusterSimulation:
     def _patch(self) -> None:
         """Ray, the clock and planning are other ones; nothing that decides is."""
         enter = self._patches.enter_context
+        logger = logging.getLogger(ROOT)  # the coordinator sets its level and handlers
+        self._patches.callback(logger.setLevel, logger.level)
+        enter(patch.object(logger, "handlers", [*logger.handlers]))
         for module in ON_THE_CLOCK:
             enter(
                 patch.object(module, "time", SimpleNamespace(monotonic=self.clock.monotonic, time=self.clock.monotonic))
