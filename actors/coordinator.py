@@ -209,9 +209,11 @@ class Coordinator:
     async def supply(self, model_id: str, client_id: str, access: StoreAccess) -> None:
         """Take a holder's access again, which an earlier incarnation of this actor knew and did not save.
 
-        It is kept once the store has accepted it.
+        It is kept once the store has accepted it. The caller renews its holds in between, so a model that is known
+        does not wait until all agents have reported theirs.
         """
-        self._attaching.supply(await self._record(model_id), client_id, access)
+        record = self._models.get(model_id) or await self._record(model_id)
+        self._attaching.supply(record, client_id, access)
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
@@ -308,8 +310,8 @@ class Coordinator:
         self._start_keeper()
         try:
             beat: AgentBeat = unpack_message(packed, f"the agent of node {node_id}", "the coordinator")
-        except VersionMismatch:
-            await self._agents.refused(node_id)
+        except VersionMismatch as error:
+            await self._agents.refused(node_id, error)
             raise
         self._check_settings()
         return pack_message(await self._agents.heard(beat))
@@ -318,8 +320,11 @@ class Coordinator:
         """Refuse an agent of a Longshore before protocol 5, which calls this. Raises VersionMismatch."""
         self._start_keeper()
         node_id = str(getattr(beat, "node_id", ""))
-        await self._agents.refused(node_id)
-        check_version(UNVERSIONED, f"the agent of node {node_id}", "the coordinator")
+        try:
+            check_version(UNVERSIONED, f"the agent of node {node_id}", "the coordinator")
+        except VersionMismatch as error:
+            await self._agents.refused(node_id, error)
+            raise
 
     def _check_settings(self) -> None:
         if self._problem is not None:

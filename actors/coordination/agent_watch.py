@@ -72,6 +72,7 @@ class AgentWatch:
         self._beats: dict[str, tuple[AgentBeat, float]] = {}  # node id -> (the last one, when)
         self._settings: dict[str, tuple[SettingStatus, ...]] = {}  # node id -> that its agent goes by
         self._binding: dict[str, tuple[GroupMember, float]] = {}  # by load id: not known to an agent yet; since when
+        self._refused: dict[str, float] = {}  # node id -> since when its agent has been one of another version
         self._told: set[str] = set()  # nodes whose agents have told of all their loads
         self._heard = asyncio.Condition()
         self._asking = asyncio.Lock()
@@ -151,6 +152,7 @@ class AgentWatch:
         members = self._members_of_agent_before(beat)
         beat = replace(beat, members=(*beat.members, *members))
         self._beats[beat.node_id] = (beat, time.monotonic())
+        self._refused.pop(beat.node_id, None)
         if beat.settings:
             self._settings[beat.node_id] = beat.settings
         self.metrics.received(beat, time.monotonic())
@@ -183,9 +185,17 @@ class AgentWatch:
         told = {member.load_id for member in beat.members}
         return tuple(member for member in before.members if member.load_id not in told)
 
-    async def refused(self, node_id: str) -> None:
-        """Forget a node whose agent runs another Longshore: nothing that it says can be read, also not what it has."""
+    async def refused(self, node_id: str, error: LongshoreError) -> None:
+        """Forget a node whose agent runs another Longshore: nothing that it says can be read, also not what it has.
+
+        Its ranks end their loads with the same error. Loads of ranks that are stuck end here.
+        """
         self._beats.pop(node_id, None)
+        now_s = time.monotonic()
+        if now_s - self._refused.setdefault(node_id, now_s) > self._stuck_after_s:
+            for record in list(self._models.values()):
+                if record.life.state is LoadState.LOADING and record.awaits(node_id):
+                    await self._end(record, error)
         self._told.add(node_id)
         async with self._heard:
             self._heard.notify_all()

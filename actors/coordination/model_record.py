@@ -105,6 +105,10 @@ class ModelRecord:
         """node id -> host, of the nodes that have ranks."""
         return {placement.node_id: placement.host for placement in self.placements.values()}
 
+    def awaits(self, node_id: str) -> bool:
+        """Return True while a rank on that node has not reported that it is complete."""
+        return any(place.node_id == node_id and place.report is None for place in self.placements.values())
+
     @property
     def is_planned(self) -> bool:
         """True once the model was read: its revision is known, and the access that read it has worked."""

@@ -299,3 +299,27 @@ def test_an_agent_from_before_protocol_5_is_refused(ray_of: Ray) -> None:
         return watch
 
     assert asyncio.run(run()).node_ids == set()
+
+
+@pytest.mark.parametrize("state", [LoadState.LOADING, LoadState.READY])
+def test_a_stuck_load_ends_when_its_agent_has_another_version(state: LoadState) -> None:
+    """A rank that runs finds out by itself; one that is stopped would keep its load in LOADING for ever."""
+    ended: list[str] = []
+
+    async def end(record: ModelRecord, error: Exception) -> None:
+        ended.append(f"{record.model_id}: {error}")
+
+    async def run() -> None:
+        record = ModelRecord("llama-1", REQUEST, replace(Life.new(1), state=state), Holders())
+        record.placements = {0: Placement(0, "living", "host", None, worker="its worker", started=True)}
+        watch = AgentWatch("coordinator", 0.02, {"llama-1": record}, lambda *_: None, lambda *_: None, end)  # type: ignore[arg-type, return-value]
+        await watch.refused("living", VersionMismatch("another version"))
+        await watch.refused("elsewhere", VersionMismatch("another version"))
+        assert not ended
+        await asyncio.sleep(0.03)
+        await watch.refused("elsewhere", VersionMismatch("another version"))
+        assert not ended
+        await watch.refused("living", VersionMismatch("another version"))
+
+    asyncio.run(run())
+    assert ended == ["llama-1: another version"] * (state is LoadState.LOADING)
