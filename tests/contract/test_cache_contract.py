@@ -32,7 +32,7 @@ LENGTH_BYTES = 10
 
 @dataclass(frozen=True)
 class Reading:
-    """Somebody was told to read."""
+    """A reader that has received its orders."""
 
     chunk: CachedChunk
     process: ProcessId
@@ -55,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         return MemoryJournal(slot_count)
 
     def reopen_journal(self) -> SlotJournal:
-        """What an agent finds that was started again."""
+        """Return the journal as a restarted agent finds it."""
         return self.journal
 
     def make_memory(self, slot_count: int) -> MutableSequence[object]:
@@ -72,9 +72,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory = self.make_memory(slot_count)
         self.workers = [ProcessId(100 + number, 1) for number in range(4)]
         self.unnoticed: list[ProcessId] = []  # dead, and the agent does not know
-        self.open: dict[str, Lease] = {}  # leases the agent has heard no end of
+        self.open: dict[str, Lease] = {}  # leases whose end was not reported to the agent
         self.running: dict[str, Lease] = {}  # those of them that were not taken back
         self.readings: set[Reading] = set()
+        self.forgotten: set[Reading] = set()  # of them: those of which a restarted agent knows nothing yet
         self.pins: dict[tuple[str, int], set[int]] = {}  # pinner -> slots
 
     @property
@@ -116,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def forget(self, key: bytes) -> None:
-        """Its bytes were found to be wrong. Who reads them goes on; nobody else is told of them."""
+        """Drop a chunk whose bytes are wrong. Its readers go on; no new reader gets it."""
         stats = self.cache.stats()
         self.cache.forget(key)
         assert key not in self.cache
@@ -148,7 +149,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(lease=leases)
     def write(self, lease: Lease) -> None:
-        """In time or late: the holder writes into its slot as long as nothing stops it."""
+        """Write into the holder's slot, in time or late, as long as nothing stops it."""
         if lease.lease_id in self.writers:
             self.memory[lease.slot] = ("half of", lease.lease_id)
 
@@ -235,12 +236,13 @@ class CacheMachine(RuleBasedStateMachine):
         process = self.workers[worker]
         if self.cache.hold(chunk, process, reader, owner=owner):
             self.readings.add(Reading(chunk, process, reader, owner))
+            self.forgotten.discard(Reading(chunk, process, reader, owner))
 
     @rule(chunk=chunks, worker=workers, reader=st.sampled_from("ab"))
     def done_reading(self, chunk: CachedChunk, worker: int, reader: str) -> None:
         process = self.workers[worker]
         mine = {r for r in self.readings if (r.chunk, r.process, r.reader) == (chunk, process, reader)}
-        assert self.cache.release(chunk, process, reader) == bool(mine)
+        assert self.cache.release(chunk, process, reader) == bool(mine - self.forgotten)
         self.readings -= mine
 
     # --- failures ---
@@ -277,6 +279,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert known == set(self.open)
         self.running = {}
         self.pins = {}
+        self.forgotten = set(self.readings)
         for lease in quarantined:
             if lease.holder not in self.workers:
                 self.cache.process_dead(lease.holder)
@@ -291,6 +294,7 @@ class CacheMachine(RuleBasedStateMachine):
         process = self.workers[worker]
         mine = [(r.chunk, r.reader) for r in sorted(self.readings, key=repr) if r.process == process]
         self.cache.settled(process, mine)
+        self.forgotten = {reading for reading in self.forgotten if reading.process != process}
 
     def _forget_leases(self, dead: ProcessId) -> None:
         for table in (self.open, self.running):
@@ -328,7 +332,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_running_leases_are_in_flight(self) -> None:
-        """Whoever waits for a chunk in flight must not wait for a lease that was taken back."""
+        """A reader of a chunk in flight must not wait for a revoked lease."""
         found = {lease.lease_id for key in KEYS for lease in self.cache.in_flight(key)}
         assert found == set(self.running)
 
@@ -346,7 +350,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        """When everybody is dead and every load has ended, the whole arena is there for the next one."""
+        """Check that the whole arena is free once all processes are dead and all loads have ended."""
         if not hasattr(self, "cache"):
             return
         self.cache.add_ready(self.slot_count)
@@ -364,7 +368,7 @@ SLOT_BYTES = 4096
 
 
 class SlotContents(MutableSequence[object]):
-    """What slots hold, as the model writes it, in the arena's own memory."""
+    """The contents of slots, as the model writes them, in the arena's own memory."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -477,7 +481,7 @@ def test_a_crash_before_commit_leaves_nothing_visible(journal):
     assert restarted.stats().free_slots == 3
 
 
-def test_a_crash_after_commit_loses_nothing_and_survivors_keep_what_they_read(journal):
+def test_a_crash_after_commit_keeps_chunks_and_live_reads(journal):
     cache = ChunkCache(3, journal=journal)
     for number in range(3):
         lease = cache.lease(bytes([number]) * 31 + b"x", ME, 10)
@@ -489,7 +493,7 @@ def test_a_crash_after_commit_loses_nothing_and_survivors_keep_what_they_read(jo
     assert restarted.restore([ME], 0) == []
     assert restarted.stats().committed_slots == 3
     assert restarted.commit(lease.lease_id, 5) is Answer.REPEATED
-    assert restarted.lease(KEY, ME, 10) is None  # until the survivor has said what it reads
+    assert restarted.lease(KEY, ME, 10) is None  # until the survivor has reported its reads
     restarted.settled(ME, [(reading, "rank 0")])
     taken = [restarted.lease(bytes([9, number]) * 16, ME, 10) for number in range(3)]
     assert [lease is not None for lease in taken] == [True, True, False]

@@ -503,7 +503,9 @@ class SimWorker:
         agent = self.node.agent
         if agent is not None and agent.version != VERSION:
             rank._end(VersionMismatch("the node's agent runs another version"))
-        elif agent is not None and rank.state.joined:
+        elif agent is not None and (rank.state.joined or not self.leaderless):
+            # (A real one also gives up an agent that does not know its load. Here an agent that is not told its loads
+            # must be found, so only a process that nobody would stop does that.)
             self._heard_s = self.cluster.clock.now_s
         elif self.cluster.clock.now_s - self._heard_s > AGENT_GONE_S:
             rank._end(ClusterLost("the node's agent does not answer, or does not know the load"))

@@ -50,7 +50,7 @@ def cluster_of(seed: int, hosts: int, roomy: bool, node_wait_s: float) -> Cluste
 
 
 class ClusterMachine(RuleBasedStateMachine):
-    """Every rule is one fault or one wish, and some time."""
+    """Every rule is one fault or one request, followed by some time."""
 
     cluster: ClusterSimulation | None = None
 
@@ -187,7 +187,7 @@ class ClusterMachine(RuleBasedStateMachine):
         self.the_cluster.add_host()
 
     @rule(trouble=st.sampled_from([0.0, 0.1, 0.4]))
-    def messages_go_astray(self, trouble: float) -> None:
+    def messages_get_lost(self, trouble: float) -> None:
         self.the_cluster.trouble = trouble
 
     @rule(trouble=st.sampled_from([0.0, 0.1, 0.4]))
@@ -195,7 +195,7 @@ class ClusterMachine(RuleBasedStateMachine):
         self.the_cluster.store_trouble = trouble
 
     @rule(index=st.integers(0, 4))
-    def client_gives_up_or_releases(self, index: int) -> None:
+    def client_abandons_or_releases(self, index: int) -> None:
         client = self._client(index)
         if client is not None:
             self.the_cluster.faults.add("client")
@@ -228,7 +228,7 @@ TestClusterMachine.settings = settings(
 
 
 def live(seed: int) -> ClusterSimulation:
-    """The same events as above in long random orders, with probabilities that let loads get far before they break."""
+    """Run the same events in long random orders, with probabilities that let loads get far before they break."""
     chance = random.Random(seed)
     cluster = cluster_of(seed, chance.randrange(2, 4), chance.random() < 0.5, chance.choice([0.0, 20.0]))
     try:
@@ -259,7 +259,7 @@ def wish(cluster: ClusterSimulation, chance: random.Random) -> None:
 
 
 def disturb(cluster: ClusterSimulation, chance: random.Random) -> None:
-    """One fault."""
+    """Inject one fault."""
     workers, living = cluster.workers(), [node for node in cluster.hosts if node.host.lives]
     action = chance.randrange(18)
     hostings = [hosting for hosting in cluster.hostings if not hosting.is_over]
@@ -304,8 +304,9 @@ def disturb(cluster: ClusterSimulation, chance: random.Random) -> None:
 
 
 def close_call(seed: int) -> ClusterSimulation:
-    """Workers that stop while they read the arena, for a while or for good; an agent that begins anew meanwhile; others
-    that want the slots. Nothing else goes wrong, and so nothing else ends these workers.
+    """Workers stop while they read the arena, for a while or for good.
+
+    An agent restarts meanwhile, and others want the slots. Nothing else fails, so nothing else ends these workers.
     """
     chance = random.Random(seed)
     cluster = cluster_of(seed, 1, False, 0.0)
@@ -336,7 +337,7 @@ def close_call(seed: int) -> ClusterSimulation:
 
 
 def hosted_life(seed: int) -> ClusterSimulation:
-    """Programs that host ranks beside a load, in an arena that is small, and are killed or lose their first thread."""
+    """Programs host ranks beside a load, in a small arena, and are killed or lose their first thread."""
     chance = random.Random(seed)
     cluster = cluster_of(seed, 1, chance.random() < 0.3, 0.0)
     node = cluster.hosts[0]
@@ -365,24 +366,24 @@ def hosted_life(seed: int) -> ClusterSimulation:
 
 @settings(max_examples=60 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
-def test_programs_that_host_ranks(seed: int) -> None:
+def test_programs_may_host_ranks(seed: int) -> None:
     hosted_life(seed)
 
 
 @settings(max_examples=120 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
-def test_long_lives(seed: int) -> None:
+def test_long_random_lives_stay_exact(seed: int) -> None:
     live(seed)
 
 
 @settings(max_examples=20 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
-def test_close_calls(seed: int) -> None:
+def test_workers_that_stop_while_reading_are_fenced(seed: int) -> None:
     close_call(seed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_faults_every_load_is_ready_and_each_chunk_is_fetched_once_by_a_node(layout: tuple[int, int]) -> None:
+def test_without_faults_each_node_fetches_each_chunk_once(layout: tuple[int, int]) -> None:
     cluster = cluster_of(7, 2, True, 0.0)
     try:
         clients = [cluster.load("a", *layout), cluster.load("a", *layout)]
@@ -395,7 +396,7 @@ def test_without_faults_every_load_is_ready_and_each_chunk_is_fetched_once_by_a_
         cluster.close()
 
 
-def test_at_a_shutdown_a_model_that_does_not_end_delays_no_other() -> None:
+def test_at_a_shutdown_a_stuck_model_delays_no_other() -> None:
     cluster = cluster_of(5, 2, True, 0.0)
     free = Coordinator._free
     try:
@@ -419,15 +420,15 @@ def test_at_a_shutdown_a_model_that_does_not_end_delays_no_other() -> None:
 
 
 @pytest.mark.parametrize("after_s", [None, 0.5, 3.0, 6.0])
-def test_an_agent_of_another_version_ends_a_load_with_one_typed_error(after_s: float | None) -> None:
-    """It is there before the load, or takes the place of one that was killed while the load is under way."""
+def test_an_agent_of_another_version_ends_the_load_with_an_error(after_s: float | None) -> None:
+    """The agent exists before the load, or replaces one that was killed during the load."""
     cluster = cluster_of(11, 2, True, 0.0)
     try:
         if after_s is None:
             cluster.install_other_version(cluster.hosts[0])
         client = cluster.load("a", 3, 1)
         if after_s is not None:
-            cluster.trouble = 0.5  # it goes slowly
+            cluster.trouble = 0.5  # the load is slow
             cluster.run(after_s)
             cluster.install_other_version(cluster.hosts[0])
             cluster.kill_agent(cluster.hosts[0])
@@ -442,8 +443,8 @@ def test_an_agent_of_another_version_ends_a_load_with_one_typed_error(after_s: f
         cluster.close()
 
 
-def test_a_worker_that_was_given_up_and_is_found_by_its_name_is_replaced() -> None:
-    """By a coordinator that was killed right after it had told the agent, before its word to the worker was heard."""
+def test_an_abandoned_worker_that_is_found_again_is_replaced() -> None:
+    """The coordinator was killed right after it notified the agent, before its message reached the worker."""
     cluster = cluster_of(3, 1, True, 0.0)
     try:
         client = cluster.load("a", 1, 2)
@@ -465,7 +466,7 @@ def test_a_worker_that_was_given_up_and_is_found_by_its_name_is_replaced() -> No
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
-def test_a_model_released_before_a_restarted_coordinator_has_found_its_workers_keeps_none(after_s: float) -> None:
+def test_releasing_during_the_worker_search_leaves_no_worker(after_s: float) -> None:
     cluster = cluster_of(3, 2, True, 0.0)
     never = asyncio.Event()
 
@@ -480,14 +481,14 @@ def test_a_model_released_before_a_restarted_coordinator_has_found_its_workers_k
             cluster.kill_coordinator()
             cluster.run(after_s)
             client.release()
-            cluster.run(cluster.config.orphan_after_s / 2)  # before anybody looks for orphans
+            cluster.run(cluster.config.orphan_after_s / 2)  # before the search for orphans begins
             assert cluster.workers() == []
         cluster.end()
     finally:
         cluster.close()
 
 
-def test_a_coordinator_that_cannot_find_the_workers_at_once_looks_again() -> None:
+def test_a_coordinator_searches_again_for_missing_workers() -> None:
     cluster = cluster_of(3, 2, True, 0.0)
     unanswered = iter([GetTimeoutError("busy"), GetTimeoutError("busy")])
     find_workers = spawn.find_workers
@@ -542,7 +543,7 @@ BROKEN: dict[str, list[tuple[type, str, Any]]] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_what_is_broken_is_found(broken: str) -> None:
+def test_the_simulation_finds_a_broken_rule(broken: str) -> None:
     with contextlib.ExitStack() as stack:
         for owner, name, worse in BROKEN[broken]:
             stack.enter_context(patch.object(owner, name, worse))
@@ -550,7 +551,7 @@ def test_what_is_broken_is_found(broken: str) -> None:
             _lives(live, 300)
 
 
-def test_that_readers_are_forgotten_is_found() -> None:
+def test_the_simulation_finds_forgotten_readers() -> None:
     with patch.object(ChunkCache, "restore", _forget_readers), pytest.raises(AssertionError):
         _lives(close_call, 100)
 

@@ -34,7 +34,7 @@ from tests.support.node_simulation import CHUNK_BYTES, DEADLINE_S, NodeSimulatio
 
 
 def is_named(error: LongshoreError) -> bool:
-    """Whether the error says which chunk of which shard, on which rank, and why."""
+    """Return whether the error names the chunk, shard and rank, and is not a cancellation."""
     return {"shard", "chunk", "rank"} <= error.details.keys() and not isinstance(error, LoadCancelled | RankLost)
 
 
@@ -43,7 +43,7 @@ FAULTS = (StoreUnavailable, Throttled, ShortRead, RangeMismatch, IntegrityError,
 
 contents = st.lists(st.integers(0, 9), min_size=1, max_size=10).map(tuple)
 models = st.builds(SimModel, contents, digests=st.just(True))
-# Chunks of models without digests are told apart by place: their contents must differ, within and between models.
+# Chunks of models without digests are identified by their place, so their contents must differ everywhere.
 plain_models = st.builds(
     lambda count, key, etag: SimModel(
         tuple(range(100 * (1 + key), 100 * (1 + key) + count)), digests=False, etag=etag, key=f"m{key}"
@@ -244,7 +244,7 @@ TestNodeMachine.settings = settings(
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_long_lives(seed: int) -> None:
+def test_random_lives_keep_the_invariants(seed: int) -> None:
     """The same events as above in long random orders, with probabilities that let loads get far before they break."""
     chance = random.Random(seed)
     node = NodeSimulation(min_slots(3) + chance.randrange(6), chance.randrange(4), seed, chance.choice([0.0, 0.5]))
@@ -392,7 +392,7 @@ def node_with(chunks: int = 6, ranks: int = 2, slots: int = 8) -> tuple[NodeSimu
     return node, [load.placements[rank] for rank in range(ranks)]
 
 
-def test_what_an_unanswered_message_gave_is_given_again_after_a_hello():
+def test_leases_of_a_lost_answer_are_granted_again_after_a_hello():
     node, (first, second) = node_with()
     first.exchange("unanswered", want=4)
     second.exchange(want=9)
@@ -431,7 +431,7 @@ def test_a_late_loss_does_not_take_the_rank_from_its_new_process():
     assert [lease.chunk for lease in fresh.leases] == [0, 1]
 
 
-def test_chunks_of_a_rank_that_was_given_up_go_to_others_at_once_its_slots_do_not():
+def test_chunks_of_an_abandoned_rank_move_before_its_slots():
     node, (first, second) = node_with(chunks=2)
     first.exchange(want=2)
     slots = {lease.slot for lease in first.leases}
@@ -441,11 +441,11 @@ def test_chunks_of_a_rank_that_was_given_up_go_to_others_at_once_its_slots_do_no
     assert not slots & {lease.slot for lease in second.leases}
     assert node.cache.stats().quarantined_slots == 2
     first.exchange()
-    assert isinstance(first.error, LongshoreError)  # it is told that another has the rank, and lets go
+    assert isinstance(first.error, LongshoreError)  # it learns that another process has the rank, and releases it
     assert node.cache.stats().quarantined_slots == 0
 
 
-def test_a_slot_with_two_chunks_of_the_same_bytes_stays_until_both_are_read():
+def test_a_slot_of_two_equal_chunks_stays_until_both_are_read():
     node = NodeSimulation(3)
     load = node.add_load(SimModel((7, 7, 1, 2, 3, 4)), {0: [0, 1, 2, 3, 4, 5]})
     node.start_rank(load, 0)
@@ -485,7 +485,7 @@ def test_a_resident_model_keeps_no_slots_from_others():
     node.check_reports()
 
 
-def test_a_load_that_fits_stays_in_the_arena_though_its_slots_get_memory_late():
+def test_late_slot_memory_evicts_no_chunk_of_a_load_that_fits():
     slow = NodeSimulation(6, ready_slots=2)
     load = slow.add_load(SimModel(tuple(range(6))), {0: list(range(6))})
     slow.start_rank(load, 0)
@@ -497,7 +497,7 @@ def test_a_load_that_fits_stays_in_the_arena_though_its_slots_get_memory_late():
     assert slow.cache.stats().committed_slots == 6
 
 
-def test_a_chunk_that_nobody_can_have_ends_its_load_only():
+def test_an_unreadable_chunk_ends_only_its_load():
     node, ranks = node_with(chunks=3)
     other = node.add_load(SimModel((50, 51)), {0: [0, 1]})
     while not node.errors():
@@ -555,7 +555,7 @@ def test_a_chunk_whose_holders_keep_dying_ends_the_load():
     assert is_named(error)
 
 
-def test_an_expired_lease_is_closed_and_its_slot_is_free_when_the_rank_says_so():
+def test_a_slot_of_an_expired_lease_is_freed_by_its_rank():
     node, (first, second) = node_with(chunks=2)
     first.exchange(want=2)
     first.begin_write()
@@ -574,7 +574,7 @@ def test_an_expired_lease_is_closed_and_its_slot_is_free_when_the_rank_says_so()
     node.check_nothing_is_left()
 
 
-def test_ranks_of_an_ended_load_are_told_to_stop_and_let_go():
+def test_ranks_of_an_ended_load_get_a_stop_and_are_released():
     node, (first, second) = node_with()
     first.exchange(want=4)
     first.begin_write()
@@ -591,7 +591,7 @@ def test_ranks_of_an_ended_load_are_told_to_stop_and_let_go():
         node.ledger.begin(first.load.job(), node.now_s)
 
 
-def test_a_rank_that_leaves_before_it_is_done_keeps_nobody_waiting():
+def test_a_rank_that_leaves_early_blocks_no_other():
     node, (first, second) = node_with(slots=5, chunks=12)
     first.exchange(want=3)
     first.exchange(cancel=True)
@@ -602,7 +602,7 @@ def test_a_rank_that_leaves_before_it_is_done_keeps_nobody_waiting():
     assert node.errors() == {}
 
 
-def test_an_agent_that_restarts_leaves_what_its_ranks_use_alone_until_they_say_hello():
+def test_a_restarted_agent_keeps_slots_until_ranks_say_hello():
     node, (first, second) = node_with(slots=8)
     first.exchange(want=2)
     first.begin_write()
@@ -625,15 +625,15 @@ def test_an_agent_that_restarts_leaves_what_its_ranks_use_alone_until_they_say_h
     node.check_nothing_is_left()
 
 
-def test_begin_again_is_begun_once():
+def test_a_repeated_begin_starts_a_load_once():
     node, (first, _) = node_with()
     first.exchange(want=3)
     assert node.ledger.begin(first.load.job(), 0.0)
     assert node.cache.stats().leased_slots == 3
 
 
-def test_a_rank_that_was_done_before_its_agent_began_keeps_no_slots_from_others():
-    """The coordinator told the new agent the load before it knew that, so it tells it again."""
+def test_a_rank_done_before_its_agent_started_holds_no_slots():
+    """The coordinator sent the load to the new agent before it knew that, so it sends it again."""
     node, (only,) = node_with(ranks=1, slots=4)
     while not only.left:
         node.take_turn(only)
@@ -651,7 +651,7 @@ def test_a_rank_that_was_done_before_its_agent_began_keeps_no_slots_from_others(
     assert {(rank.load_id, rank.done) for rank in beat.ranks} == {(load.load_id, True), (other.load_id, False)}
 
 
-def test_that_a_rank_is_done_is_said_of_one_incarnation_only():
+def test_done_counts_for_one_rank_incarnation_only():
     node, (only,) = node_with(ranks=1)
     load = only.load
     node.restart_agent()
@@ -666,8 +666,8 @@ def test_that_a_rank_is_done_is_said_of_one_incarnation_only():
     node.check_reports()
 
 
-def test_a_load_that_asks_for_slots_no_more_keeps_nobody_waiting():
-    """Its coordinator was killed before any agent had the load: nobody can end it."""
+def test_a_load_that_needs_no_more_slots_blocks_no_other():
+    """Its coordinator was killed before any agent had the load, so nothing ends it."""
     node, (first,) = node_with(ranks=1, slots=7)
     forgotten = node.add_load(SimModel((7,)), {0: [0], 1: [0]})
     node.end_load(first.load)
@@ -699,7 +699,7 @@ def writing(node: NodeSimulation, host: SimRank) -> None:
 
 
 def left(node: NodeSimulation, host: SimRank) -> None:
-    """It has everything and has said so, and dies before it ends the load."""
+    """It has everything and has reported it, and dies before it ends the load."""
     begun(node, host)
     while not host.left:
         node.take_turn(host)
@@ -723,7 +723,7 @@ def test_a_hosted_share_ends_with_its_process(state: Callable[[NodeSimulation, S
     node.check_nothing_is_left()
 
 
-def test_a_process_belongs_to_its_group_until_it_leaves_or_is_dead() -> None:
+def test_a_process_is_in_its_group_until_it_leaves_or_dies() -> None:
     node = NodeSimulation(9)
     hosts = [node.host_rank(SimModel((5, 6)), [0, 1]) for _ in range(2)]
     for host in hosts:
@@ -755,7 +755,7 @@ def test_a_hosted_load_that_ended_before_it_began_does_not_begin() -> None:
     assert ledger.slot_holders() == ()
 
 
-def test_who_holds_the_slots() -> None:
+def test_the_ledger_names_the_holders_of_slots() -> None:
     node, (first,) = node_with(ranks=1, slots=7)
     node.add_load(SimModel((7,)), {0: [0], 1: [0]})
     node.begin(node.host_rank(SimModel((8,)), [0]).load)
@@ -763,12 +763,12 @@ def test_who_holds_the_slots() -> None:
     assert said == ["load-0: 3", "load-1: waits for 5", "hosted-2 (process 101): waits for 3"]
     first.exchange(want=2)
     node.end_load(first.load)
-    assert next(str(holder) for holder in node.ledger.slot_holders()) == "load-0: 2"  # until its process lets go
+    assert next(str(holder) for holder in node.ledger.slot_holders()) == "load-0: 2"  # until its process releases it
 
 
 @pytest.mark.parametrize("digests", [True, False])
-def test_ranks_of_a_lost_node_come_to_a_node_that_has_some(digests):
-    """The ranks that were there are told nothing, close nothing, fetch nothing again; every chunk is fetched once."""
+def test_ranks_of_a_lost_node_join_a_node_with_ranks(digests):
+    """The earlier ranks receive nothing, close nothing and fetch nothing again. Every chunk is fetched once."""
     model = SimModel((1, 2, 3, 4), digests=digests, etag=None)
     node = NodeSimulation(12)
     load = node.add_load(model, {0: [0, 1, 2]})
@@ -792,7 +792,7 @@ def test_ranks_of_a_lost_node_come_to_a_node_that_has_some(digests):
     node.check_nothing_is_left()
 
 
-def test_a_part_that_waits_for_its_minimum_ends_with_the_load():
+def test_a_node_share_that_waits_for_slots_ends_with_its_load():
     node = NodeSimulation(5)
     load = node.add_load(SimModel((1, 2)), {0: [0, 1], 1: [0, 1]})
     part = node.add_part(load, {2: [0, 1]})
@@ -801,7 +801,7 @@ def test_a_part_that_waits_for_its_minimum_ends_with_the_load():
     assert node.cache.reserve("another", 5)
 
 
-def test_an_arena_that_can_never_do_is_refused_at_the_door():
+def test_an_arena_that_is_too_small_is_refused_at_begin():
     node = NodeSimulation(4)
     with pytest.raises(ArenaTooSmall, match="fewer slots"):
         node.add_load(SimModel((1,)), {0: [0], 1: [0]})
@@ -812,7 +812,7 @@ def test_an_arena_that_can_never_do_is_refused_at_the_door():
     assert small.processes() == set()
 
 
-def test_a_load_without_chunks_is_complete_when_its_ranks_are_there():
+def test_a_load_without_chunks_is_complete_once_ranks_arrive():
     node = NodeSimulation(3)
     load = node.add_load(SimModel((1,)), {0: []})
     node.settle()
@@ -820,7 +820,7 @@ def test_a_load_without_chunks_is_complete_when_its_ranks_are_there():
     node.check_reports()
 
 
-def test_the_heartbeat_says_who_is_there_and_hands_back_records():
+def test_the_heartbeat_lists_ranks_and_returns_records():
     node, (first, _) = node_with()
     beat = node.ledger.beat("node", "host", "0", 5.0, ["load-0", "never"])
     assert beat.records == {"load-0": b""}
@@ -832,7 +832,7 @@ def test_the_heartbeat_says_who_is_there_and_hands_back_records():
     assert node.ledger.processes() == {rank.process for rank in node.ranks}
 
 
-def test_what_nobody_knows():
+def test_messages_about_unknown_loads_are_answered():
     ledger = NodeLedger(ChunkCache(3), CHUNK_BYTES)
     me = ProcessId(1, 1)
     assert ledger.join(RankHello("x", 1, 0, 0, me), 0.0) is False
@@ -844,7 +844,7 @@ def test_what_nobody_knows():
         ledger.report("x", "node", "host")
 
 
-def test_a_node_that_cannot_go_on_ends_every_load_on_it():
+def test_a_failed_node_ends_all_its_loads():
     node, (first, _) = node_with()
     out_of_memory = ArenaTooSmall("shared memory ran out")
     node.ledger.fail_all(out_of_memory)
@@ -852,7 +852,7 @@ def test_a_node_that_cannot_go_on_ends_every_load_on_it():
     assert first.error is out_of_memory
 
 
-def test_a_hello_after_the_end_keeps_no_slot_though_its_process_dies_at_once():
+def test_a_hello_after_the_end_holds_no_slot():
     node, (first, _) = node_with(chunks=2)
     first.exchange(want=2)
     while first.leases:
@@ -877,7 +877,7 @@ def test_a_new_agent_takes_over_the_living_processes_of_groups() -> None:
         for number, process in enumerate((living, dead, living))
     ]
     ledger = NodeLedger(ChunkCache(9), CHUNK_BYTES)
-    ledger.leave("hosted-2")  # before the agent was told of it
+    ledger.leave("hosted-2")  # before the agent received it
     ledger.take_members(members)
     assert ledger.beat("node", "host", "0", 0.0, ()).members == (members[0],)
     ledger.leave("hosted-0")
