@@ -222,8 +222,7 @@ class AgentWatch:
                 continue
             if (placement.node_id, placement.attempt) != (beat.node_id, rank.attempt):
                 continue  # a node that was taken for dead
-            moved = rank.placed_bytes != placement.placed_bytes
-            placement.placed_bytes, placement.own_bytes = rank.placed_bytes, rank.own_bytes
+            moved = placement.advance(rank.placed_bytes, rank.own_bytes)
             if self._is_stuck(rank, placement) and placement.worker is not None:
                 spawn.end_actor(
                     placement.worker

@@ -118,7 +118,7 @@ async def save(record: ModelRecord) -> None:
 
 
 async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) -> None:
-    """Placement the living workers by their names, and learn from one of them how the store is read.
+    """Find the living workers of its ranks by their names, and learn from one of them how the store is read.
 
     A rank without a worker is placed again later, under the incarnation (in `incarnations`) that its agent expects.
     Raises RayError when Ray cannot say for long which workers there are.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import socket
 import time
 from collections.abc import Sequence
@@ -313,8 +312,7 @@ class LoadRun:
         job = rank_job(self._record, placement, self._config)
         if not placement.is_up:
             await spawn.meet_worker(placement.worker, placement.host, PROCESS_START_S + self._config.stuck_after_s)
-            placement.is_up = True
-        placement.told_s = time.monotonic()
+        placement.give_job()
         # Until a worker has said hello to its agent, nobody else would notice that it is stuck.
         start = placement.worker.start.options(concurrency_group="control").remote(job, shared)
         await asyncio.wait_for(start, self._config.stuck_after_s)
@@ -340,8 +338,7 @@ class LoadRun:
         Raises NodeLost when it went with its node.
         """
         await asyncio.to_thread(spawn.end_actor, placement.worker)
-        placement.worker, placement.is_up, placement.started, placement.placed_bytes = None, False, False, 0
-        placement.asked_s, placement.incarnation, placement.replaced = math.inf, placement.incarnation + 1, True
+        placement.vacate()
         model_id, rank, incarnation = self._record.model_id, placement.rank, placement.incarnation
         await self._agents.ask(placement.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
 

@@ -55,6 +55,24 @@ class Placement:
     report: RankReport | None = None
     replaced: bool = False  # its worker is not the load's first one, or may be another
 
+    def advance(self, placed_bytes: int, own_bytes: int) -> bool:
+        """Note what its agent counted. Return True when bytes were placed since the last time."""
+        moved = placed_bytes != self.placed_bytes
+        self.placed_bytes, self.own_bytes = placed_bytes, own_bytes
+        return moved
+
+    def give_job(self) -> None:
+        """Its worker, which has answered, is about to get its job."""
+        self.is_up, self.told_s = True, time.monotonic()
+
+    def vacate(self) -> None:
+        """Its worker is gone. The next one has another incarnation, and nothing yet."""
+        self.worker = self.report = None
+        self.is_up = self.started = False
+        self.placed_bytes, self.asked_s = 0, math.inf
+        self.incarnation += 1
+        self.replaced = True
+
 
 @dataclass(slots=True)
 class ModelRecord:
