@@ -79,16 +79,16 @@ async def _ask(record: ModelRecord) -> ChunkMap:
     hosts = record.nodes
     answers = await asyncio.gather(*(_ask_node(record.model_id, node_id) for node_id in hosts), return_exceptions=True)
     shards: tuple[ShardChunks, ...] = ()
-    told: list[NodeChunks] = []
+    per_node: list[NodeChunks] = []
     silent: list[str] = []
     for (node_id, host), answer in zip(hosts.items(), answers, strict=True):
         if isinstance(answer, BaseException):
             silent.append(host)
             continue
         shards, runs = answer
-        told.append(NodeChunks(node_id, host, runs))
+        per_node.append(NodeChunks(node_id, host, runs))
     return ChunkMap(
-        record.model_id, sum(shard.chunk_count for shard in shards), shards, tuple(told), tuple(sorted(silent))
+        record.model_id, sum(shard.chunk_count for shard in shards), shards, tuple(per_node), tuple(sorted(silent))
     )
 
 
@@ -311,10 +311,10 @@ class Coordinator:
         try:
             beat: AgentBeat = unpack_message(packed, f"the agent of node {node_id}", "the coordinator")
         except VersionMismatch as error:
-            await self._agents.refused(node_id, error)
+            await self._agents.refuse(node_id, error)
             raise
         self._check_settings()
-        return pack_message(await self._agents.heard(beat))
+        return pack_message(await self._agents.receive(beat))
 
     async def heartbeat(self, beat: Any) -> None:
         """Refuse an agent of a Longshore before protocol 5, which calls this. Raises VersionMismatch."""
@@ -323,7 +323,7 @@ class Coordinator:
         try:
             check_version(UNVERSIONED, f"the agent of node {node_id}", "the coordinator")
         except VersionMismatch as error:
-            await self._agents.refused(node_id, error)
+            await self._agents.refuse(node_id, error)
             raise
 
     def _check_settings(self) -> None:

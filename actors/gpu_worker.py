@@ -56,7 +56,7 @@ class HostedLoad:
 
     def __init__(self, job: RankJob, node_id: str) -> None:
         self.job = job
-        self.let_go_of = threading.Event()
+        self.released = threading.Event()
         self._given_s = time.monotonic()
         self._node_id = node_id
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class HostedLoad:
     def shard(self) -> Iterator[RankShard]:
         """Yield the tensors, which stay for the length of the block. Raises ModelNotFound when there are none."""
         with self._lock:
-            if self._report is None or self._device is None or self._plan is None or self.let_go_of.is_set():
+            if self._report is None or self._device is None or self._plan is None or self.released.is_set():
                 raise ModelNotFound("this rank holds no loaded model", model=self.job.load_id)
             if self._shard is None:
                 self._shard = RankShard(self._plan, self._device)
@@ -98,13 +98,13 @@ class HostedLoad:
             with self._lock:
                 self._in_use -= 1
 
-    def let_go(self) -> bool:
+    def release(self) -> bool:
         """End the load and release its memory. Return when no thread of the load uses it any more. Idempotent.
 
         Returns False when a call still uses the tensors.
         """
         with self._lock:
-            self.let_go_of.set()
+            self.released.set()
             loader, thread = self._loader, self._thread
         if loader is not None:
             loader.cancel()
@@ -133,7 +133,7 @@ class HostedLoad:
             loader = RankLoader(link, self.job, self._device or self._open_mapped)
             with self._lock:
                 self._plan, self._loader = loader.plan, loader
-                if self.let_go_of.is_set():
+                if self.released.is_set():
                     loader.cancel()
             report = loader.run()
             made_s = loader.started_s - self._given_s
@@ -281,7 +281,7 @@ class GpuWorker:
         if load is not None:
             PROCESS_MEMORY.keep(self._device_kind == "cpu")  # a GPU's rank uses host memory only with a device map
             PROCESS_ARENAS.keep(True)
-            if load.job.load_id != load_id or not load.let_go() or self._gpu_memory_in_use():
+            if load.job.load_id != load_id or not load.release() or self._gpu_memory_in_use():
                 return None
             with self._lock:
                 self._load = None
@@ -294,7 +294,7 @@ class GpuWorker:
             load = self._load
             self._lock.notify_all()
         if load is not None:
-            load.let_go()
+            load.release()
 
     # -- wait --------------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class GpuWorker:
         """Wait until the worker releases the load. If the worker dies, Ray's error notifies the caller at once."""
         load = self._load
         if load is not None and load.job.load_id == load_id:
-            load.let_go_of.wait()
+            load.released.wait()
 
     def idleness(self) -> None:
         """Wait until the worker has a job or must stop. If the worker dies, Ray's error notifies the caller at once."""
@@ -375,7 +375,7 @@ class GpuWorker:
         heard_s, work = time.monotonic(), RepeatedWork(_LOG)
         while not self._stopped.wait(self._orphan_after_s / WATCHES_PER_ORPHANHOOD):
             with work.turn("asking the agent for the coordinator"), contextlib.suppress(LongshoreError):
-                age_s = self._agent().check_in(ProcessId.current(), PROCESS_ARENAS.words())
+                age_s = self._agent().check_in(ProcessId.current(), PROCESS_ARENAS.access())
                 heard_s = max(heard_s, time.monotonic() - age_s)
             if time.monotonic() - heard_s > self._orphan_after_s:
                 os._exit(1)  # threads of the user's code may never return

@@ -10,12 +10,12 @@ from cluster.joining.node_tasks import unwrapped
 from cluster.messages import (
     UNVERSIONED,
     AgentBeat,
+    ArenaAccess,
     BeatReply,
     JoinReply,
     Orders,
     RankHello,
     RankUpdate,
-    Words,
     check_version,
     pack_message,
     unpack_message,
@@ -35,10 +35,10 @@ class AgentLink(Protocol):
         """Report the rank's progress, and return the agent's orders."""
         ...
 
-    def check_in(self, process: ProcessId, words: Words) -> float:
+    def check_in(self, process: ProcessId, access: ArenaAccess) -> float:
         """Return seconds since the coordinator last answered the agent.
 
-        `words`: for all ranks of the process, as in `RankHello.others`.
+        `access`: for all ranks of the process, as in `RankHello.others`.
         """
         ...
 
@@ -176,8 +176,8 @@ class RayAgentLink:
         orders: Orders = self._ask("exchange", update)
         return orders
 
-    def check_in(self, process: ProcessId, words: Words) -> float:
-        age_s: float = self._ask("check_in", process, words)
+    def check_in(self, process: ProcessId, access: ArenaAccess) -> float:
+        age_s: float = self._ask("check_in", process, access)
         return age_s
 
     def _ask(self, call: str, *arguments: object) -> Any:

@@ -33,6 +33,7 @@ from actors.node.node_resources import ArenaFilling, NodeMeter, host_pools, open
 from cluster.config import Config
 from cluster.errors import AgentEnded, VersionMismatch
 from cluster.messages import (
+    ArenaAccess,
     BeatReply,
     JoinReply,
     NodeFacts,
@@ -41,7 +42,6 @@ from cluster.messages import (
     RankHello,
     RankUpdate,
     SlotHolder,
-    Words,
     pack_message,
     unpack_message,
 )
@@ -67,9 +67,9 @@ class Survivors:
         self._path, self._agent = path, agent
         self.left = {p for p in processes_mapping(path) if p != ProcessId.current()} if restored else set()
 
-    def settles(self, process: ProcessId, words: Words) -> bool:
-        """Return whether no rank with these words uses a grant of an earlier agent. If so, drop the survivor."""
-        settled = all(agent == self._agent for path, agent in words if path == self._path)
+    def settles(self, process: ProcessId, access: ArenaAccess) -> bool:
+        """Return whether no rank with this access uses a grant of an earlier agent. If so, drop the survivor."""
+        settled = all(agent == self._agent for path, agent in access if path == self._path)
         if settled:
             self.left.discard(process)
         return settled
@@ -304,13 +304,13 @@ class NodeAgent:
                 orders = self._ledger.orders_for(update, time.monotonic())
             return orders or self._ledger.no_orders(update)
 
-    def check_in(self, process: ProcessId, words: Words) -> float:
+    def check_in(self, process: ProcessId, access: ArenaAccess) -> float:
         """Return seconds since the coordinator last answered this agent. From it, workers know that they are orphans.
 
-        `words`: (arena path, incarnation of the agent that granted access) for the ranks of the process.
+        `access`: (arena path, incarnation of the agent that granted access) for the ranks of the process.
         """
         with self._changed:
-            if process in self._survivors.left and self._survivors.settles(process, words):
+            if process in self._survivors.left and self._survivors.settles(process, access):
                 self._ledger.settle(process)
                 self._changed.notify_all()
         return self.coordinator_age_s()

@@ -237,7 +237,7 @@ class Config(BaseModel):
 
 def _refusal(error: ValidationError, prefix: str = "") -> ConfigError:
     found = ((".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
-    problems = "; ".join(f"{prefix}{name.upper() if prefix else name}: {said}" for name, said in found)
+    problems = "; ".join(f"{prefix}{name.upper() if prefix else name}: {text}" for name, text in found)
     return ConfigError(f"bad settings: {problems}")
 
 

@@ -127,7 +127,7 @@ class RankJob:
     logs: tuple[str, str] = ("", "")  # see cluster.telemetry.logs.LogSettings
 
 
-Words = tuple[tuple[str, str], ...]  # arena path, and the incarnation of the agent that granted access
+ArenaAccess = tuple[tuple[str, str], ...]  # arena path, and the incarnation of the agent that granted access
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class RankHello:
     process: ProcessId
     placed: tuple[int, ...] = ()  # chunks it already has; empty unless the agent was restarted
     number: int = 0  # number of the process's message; a late older one changes nothing
-    others: Words = ()  # access of other ranks of the process
+    others: ArenaAccess = ()  # access of other ranks of the process
     direct: tuple[int, ...] = ()  # chunks that it can receive in its own memory
     fetched: dict[str, tuple[int, ...]] = field(default_factory=dict)  # chunks that it has fetched, by source
 
@@ -215,7 +215,7 @@ class RankUpdate:
     requests: tuple[tuple[int, float, float], ...] = ()  # successful requests: bytes, duration in s, age in s
     throttled: int = 0  # answers of the store since the last update that asked for fewer requests
     leaving: bool = False  # the last message: the rank no longer uses the arena, done or not
-    others: Words = ()  # see RankHello; when leaving
+    others: ArenaAccess = ()  # see RankHello; when leaving
     stats: RankStats | None = None  # once a heartbeat, and when leaving
 
     def lease_ids(self) -> list[str]:

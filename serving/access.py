@@ -130,8 +130,8 @@ class Access:
             return _too_many({"retry-after": str(max(1, round(wait_s)))})
         if settings.token_sha256 and not known and path not in OPEN_PATHS:
             challenge = {"www-authenticate": 'Bearer realm="longshore"'}
-            said = "the token is not the service's" if given else "a bearer token is needed"
-            return problem(HTTPStatus.UNAUTHORIZED, "Unauthorized", said, headers=challenge)
+            text = "the token is not the service's" if given else "a bearer token is needed"
+            return problem(HTTPStatus.UNAUTHORIZED, "Unauthorized", text, headers=challenge)
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()):
             return problem(HTTPStatus.BAD_REQUEST, "BadLength", "not a content length")

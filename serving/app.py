@@ -138,10 +138,10 @@ def _add_errors(app: FastAPI) -> None:
             at = f"{no_json['ctx']['error']}, at character {no_json['loc'][-1]}"
             return problem(HTTPStatus.BAD_REQUEST, "NoJson", f"the body is no JSON: {at}", hint=_JSON_HINT)
         wrong = [{"where": list(e["loc"]), "what": e["msg"]} for e in error.errors()[:50]]
-        said = "the request is not as its schema says"
+        text = "the request is not as its schema says"
         whole = any(e["loc"] == ("body",) for e in error.errors())
         hint = _JSON_HINT if whole else ""
-        return problem(HTTPStatus.UNPROCESSABLE_ENTITY, "BadRequest", said, hint=hint, errors=jsonable_encoder(wrong))
+        return problem(HTTPStatus.UNPROCESSABLE_ENTITY, "BadRequest", text, hint=hint, errors=jsonable_encoder(wrong))
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:

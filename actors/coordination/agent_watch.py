@@ -73,11 +73,11 @@ class AgentWatch:
         self._settings: dict[str, tuple[SettingStatus, ...]] = {}  # node id -> that its agent goes by
         self._binding: dict[str, tuple[GroupMember, float]] = {}  # by load id: not known to an agent yet; since when
         self._refused: dict[str, float] = {}  # node id -> since when its agent has been one of another version
-        self._told: set[str] = set()  # nodes whose agents have told of all their loads
-        self._heard = asyncio.Condition()
+        self._reported: set[str] = set()  # nodes whose agents have reported all their loads
+        self._report_came = asyncio.Condition()
         self._asking = asyncio.Lock()
         self._living: tuple[set[str], float] = set(), -math.inf  # nodes, and when Ray was asked
-        self._telling: dict[tuple[str, str], asyncio.Task[None]] = {}  # (model id, node id): an agent is told it again
+        self._resending: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (model id, node id)
         self._ending: asyncio.Task[None] | None = None  # the last one, as a loop keeps no tasks alive
 
     @property
@@ -133,9 +133,9 @@ class AgentWatch:
         try:
             living = await asyncio.to_thread(nodes.living_nodes)
             agents = await asyncio.to_thread(spawn.agent_node_ids) & living.keys()
-            async with self._heard:
-                all_told = self._heard.wait_for(lambda: agents <= self._told)
-                await asyncio.wait_for(all_told, REBUILD_S)
+            async with self._report_came:
+                all_reported = self._report_came.wait_for(lambda: agents <= self._reported)
+                await asyncio.wait_for(all_reported, REBUILD_S)
             # Nobody was answered yet, so whatever is not known by now was forgotten: it must not hold its places.
             known = {record.worker_group_id for record in self._models.values() if not record.life.is_over}
             await asyncio.to_thread(lambda: end_orphans(known, end_orphans(known, set())))
@@ -144,7 +144,7 @@ class AgentWatch:
         finally:
             self.rebuilt.set()
 
-    async def heard(self, beat: AgentBeat) -> BeatReply:
+    async def receive(self, beat: AgentBeat) -> BeatReply:
         """Take a heartbeat in; the answer says what the agent should report again or forget."""
         if await self._is_given_up(beat.node_id):
             self._beats.pop(beat.node_id, None)
@@ -163,9 +163,9 @@ class AgentWatch:
                 self._adopt(load_id, packed, beat)
         unknown = tuple(dict.fromkeys(load.load_id for load in beat.loads if load.load_id not in self._models))
         if set(unknown) <= set(beat.records):
-            self._told.add(beat.node_id)
-            async with self._heard:
-                self._heard.notify_all()
+            self._reported.add(beat.node_id)
+            async with self._report_came:
+                self._report_came.notify_all()
         ended: list[str] = []
         for load_id in dict.fromkeys(load.load_id for load in beat.loads):
             record = self._models.get(load_id)
@@ -182,10 +182,10 @@ class AgentWatch:
         before, _ = self._beats.get(beat.node_id, (beat, 0.0))
         if before.incarnation == beat.incarnation:
             return ()
-        told = {member.load_id for member in beat.members}
-        return tuple(member for member in before.members if member.load_id not in told)
+        reported = {member.load_id for member in beat.members}
+        return tuple(member for member in before.members if member.load_id not in reported)
 
-    async def refused(self, node_id: str, error: LongshoreError) -> None:
+    async def refuse(self, node_id: str, error: LongshoreError) -> None:
         """Forget a node whose agent runs another Longshore: nothing that it says can be read, also not what it has.
 
         Its ranks end their loads with the same error. Loads of ranks that are stuck end here.
@@ -196,9 +196,9 @@ class AgentWatch:
             for record in list(self._models.values()):
                 if record.life.state is LoadState.LOADING and record.awaits(node_id):
                     await self._end(record, error)
-        self._told.add(node_id)
-        async with self._heard:
-            self._heard.notify_all()
+        self._reported.add(node_id)
+        async with self._report_came:
+            self._report_came.notify_all()
 
     async def _is_given_up(self, node_id: str) -> bool:
         """Return whether Ray has declared the node dead. Asked at an agent's first message and after a silence."""
@@ -238,7 +238,7 @@ class AgentWatch:
         if rank.pid:
             return rank.silent_s > self._stuck_after_s
         # It has its job and has not said hello to its agent; that may have been restarted in between.
-        silent_s = min(rank.silent_s, time.monotonic() - placement.told_s)
+        silent_s = min(rank.silent_s, time.monotonic() - placement.job_sent_s)
         return placement.started and placement.report is None and silent_s > self._stuck_after_s + HELLO_S
 
     def _adopt(self, load_id: str, packed: bytes, beat: AgentBeat) -> None:
@@ -254,17 +254,17 @@ class AgentWatch:
         for record in self._models.values():
             begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
             parts = {(record.model_id, attempt) for attempt in record.attempts_on(beat.node_id)}
-            told = record.model_id, beat.node_id
-            if begun and (parts - known or parts & waits) and told not in self._telling:
+            part = record.model_id, beat.node_id
+            if begun and (parts - known or parts & waits) and part not in self._resending:
                 # One at a time: an agent that has no free slots refuses for as long as others hold them.
                 again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
-                self._telling[told] = again
-                again.add_done_callback(functools.partial(self._was_told, told))
+                self._resending[part] = again
+                again.add_done_callback(functools.partial(self._was_resent, part))
 
-    def _was_told(self, told: tuple[str, str], task: asyncio.Task[None]) -> None:
-        del self._telling[told]
+    def _was_resent(self, part: tuple[str, str], task: asyncio.Task[None]) -> None:
+        del self._resending[part]
         error = None if task.cancelled() else task.exception()
-        record = self._models.get(told[0])
+        record = self._models.get(part[0])
         if isinstance(error, ArenaBusy) and record is not None and record.life.state is LoadState.LOADING:
             self._ending = asyncio.get_running_loop().create_task(self._end(record, error))
 

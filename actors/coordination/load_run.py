@@ -57,13 +57,13 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
     )
     total_s = time.monotonic() - record.created_s
     # Clocks are not compared across hosts: what a rank measured is counted from when it was given its job.
-    told = [
-        (placement.told_s - record.created_s, placement.report)
+    started = [
+        (placement.job_sent_s - record.created_s, placement.report)
         for placement in record.placements.values()
-        if placement.told_s
+        if placement.job_sent_s
     ]
-    first_s = [told_s + rank.start_s for told_s, rank in told if rank is not None]
-    last_s = [told_s + rank.start_s + rank.load_s for told_s, rank in told if rank is not None]
+    first_s = [job_sent_s + rank.start_s for job_sent_s, rank in started if rank is not None]
+    last_s = [job_sent_s + rank.start_s + rank.load_s for job_sent_s, rank in started if rank is not None]
     planned_s = record.planned_s - record.created_s
     if first_s:
         start_s, load_s = max(0.0, min(first_s) - planned_s), max(last_s) - min(first_s)

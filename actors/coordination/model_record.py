@@ -48,7 +48,7 @@ class Placement:
     worker: Any = None
     is_up: bool = False  # the worker's process has answered
     started: bool = False  # the worker has its job
-    told_s: float = 0.0  # when it was given it
+    job_sent_s: float = 0.0  # when it was given it
     asked_s: float = math.inf  # when it was asked for its outcome
     placed_bytes: int = 0
     own_bytes: int = 0  # its worker's memory when its agent last looked; 0: not known
@@ -63,7 +63,7 @@ class Placement:
 
     def give_job(self) -> None:
         """Its worker, which has answered, is about to get its job."""
-        self.is_up, self.told_s = True, time.monotonic()
+        self.is_up, self.job_sent_s = True, time.monotonic()
 
     def vacate(self) -> None:
         """Its worker is gone. The next one has another incarnation, and nothing yet."""

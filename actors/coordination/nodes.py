@@ -319,8 +319,10 @@ class NodeAgents:
 
 def _not_started(error: Exception, host: str) -> ClusterError:
     """Return why an agent could not be made, from what Ray says of its first moments."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     hint = "`longshore doctor` says what each node has installed"
-    if any("No module named" in line for line in said):
+    if any("No module named" in line for line in lines):
         return PackageMissing("a node does not have longshore installed", hint=hint, host=host)
-    return ClusterError("a node's agent could not start", hint=hint, host=host, cause=said[-1][:300] if said else None)
+    return ClusterError(
+        "a node's agent could not start", hint=hint, host=host, cause=lines[-1][:300] if lines else None
+    )

@@ -170,8 +170,8 @@ class Relocation:
         """Return whether a node's death caused the error. Takes as long as Ray takes to find that out."""
         if isinstance(error, NodeLost):
             return True
-        said = getattr(error, "cause", None)
-        if isinstance(said, LongshoreError) and not isinstance(said, ClusterLost):
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, LongshoreError) and not isinstance(cause, ClusterLost):
             return False  # an agent that has answered; to ask it again could start one anew that was just ended
         try:
             await self._agents.check_nodes()

@@ -86,10 +86,10 @@ class WorkerGroups:
                     record.placements
                 ):  # a restarted coordinator may have been about to look for them
                     await _end_by_name(record.worker_group_id)
-            told = await asyncio.gather(
+            answers = await asyncio.gather(
                 *(_forget(node_id, record.model_id) for node_id in record.nodes), return_exceptions=True
             )
-            if kept is not None and self._keep_s and not any(isinstance(answer, BaseException) for answer in told):
+            if kept is not None and self._keep_s and not any(isinstance(answer, BaseException) for answer in answers):
                 self._add(record, placements, kept)
                 return
             if kept is not None:  # an agent may still hand the load's record to a coordinator that lost its own

@@ -144,10 +144,10 @@ class SegmentMemory:
         elif len(memory) != mapped_bytes:
             memory.resize(mapped_bytes)  # moves pages, not bytes
         data = np.frombuffer(memory, np.uint8, count=size)
-        weakref.finalize(data, self._let_go, memory).atexit = False
+        weakref.finalize(data, self._give_back, memory).atexit = False
         return Segment(data, memory, huge if fresh else None)
 
-    def _let_go(self, memory: mmap.mmap) -> None:
+    def _give_back(self, memory: mmap.mmap) -> None:
         """Keep or drop memory that nothing views any more."""
         if self._keeps:
             self._kept.append(memory)

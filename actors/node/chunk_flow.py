@@ -69,7 +69,7 @@ class RankPlace:
             return False
         return hello.incarnation >= self.incarnation
 
-    def heard(self, update: RankUpdate, now_s: float) -> None:
+    def renew(self, update: RankUpdate, now_s: float) -> None:
         """Record a message of the rank that is not late."""
         self.number, self.heard_s, self.placed_bytes = update.number, now_s, update.placed_bytes
         self.stats = update.stats or self.stats
@@ -245,7 +245,7 @@ class ChunkFlow:
         digests = self.keys.tables.chunks.hash_name is not None
         return self.meter.counters(self.retries, self.hedges.count, self.hedges.won, digests=digests)
 
-    def said(self, update: RankUpdate) -> None:
+    def note_report(self, update: RankUpdate) -> None:
         """Count the retries and stats that a rank's update reports."""
         self.retries.update(update.retries)
         self.meter.reported(update)

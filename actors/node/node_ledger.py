@@ -145,7 +145,7 @@ class NodeLedger:
             LoadCancelled: The load was ended before this message came.
         """
         if job.part in self._loads:
-            self._loads[job.part].told_again(job)
+            self._loads[job.part].apply_again(job)
             return True
         ended = self._ended.get(job.part)
         if ended is not None and ended.error is not None:

@@ -57,7 +57,7 @@ class NodeLoad:
 
     # -- the life of the load ----------------------------------------------------------------------------------
 
-    def told_again(self, job: NodeJob) -> None:
+    def apply_again(self, job: NodeJob) -> None:
         """Apply the job again: more ranks may be done. A rank that ended before this agent began reports nothing."""
         self._flow.ranks_done(job)
         self._rest_if_complete()
@@ -163,7 +163,7 @@ class NodeLoad:
         place = self.ranks[hello.rank]
         ended: set[bytes] = set()
         if (place.process, place.incarnation) == (hello.process, hello.incarnation):
-            ended = self._let_go(place, now_s)
+            ended = self._release_slots(place, now_s)
         elif place.process is not None:
             ended = self._vacate(place, hello.incarnation, now_s)
             place = self.ranks[hello.rank]
@@ -219,7 +219,7 @@ class NodeLoad:
     def apply(self, update: RankUpdate, now_s: float, chance: float) -> set[bytes]:
         """Apply a rank's update. Return the ended keys."""
         place = self.ranks[update.rank]
-        place.heard(update, now_s)
+        place.renew(update, now_s)
         failures = {failure.lease_id: failure for failure in update.failed}
         commits = {commit.lease_id: commit for commit in update.committed}
         ended: set[bytes] = set()
@@ -247,10 +247,10 @@ class NodeLoad:
         for chunk in update.placed:
             self._flow.placed(place, chunk)
         self._requests.ranks = sum(bool(other.process) and self.awaited(other) for other in self.ranks.values())
-        self._requests.said(update.requests, update.throttled, now_s)
-        self._flow.said(update)
+        self._requests.note(update.requests, update.throttled, now_s)
+        self._flow.note_report(update)
         if update.leaving:
-            ended |= self._let_go(place, now_s)
+            ended |= self._release_slots(place, now_s)
             place.left = True
             if not self.done(place.rank):
                 self._flow.forget_needs(place)
@@ -279,7 +279,7 @@ class NodeLoad:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _let_go(self, place: RankPlace, now_s: float) -> set[bytes]:
+    def _release_slots(self, place: RankPlace, now_s: float) -> set[bytes]:
         """Free all slots of a process that reports that it does not use the arena. Return the ended keys."""
         ended = {self._flow.keys[chunk] for chunk in place.leases.values()}
         for lease_id in (*place.leases, *place.taken_back):

@@ -35,7 +35,7 @@ from actors.rank.chunk_placer import ChunkPlacer
 from actors.rank.rank_work import RankWork
 from actors.rank.state import Next, RankIdentity, RankState
 from cluster.errors import ClusterLost, LoadCancelled, empty_frames
-from cluster.messages import DIRECT, RankJob, RankUpdate, Words
+from cluster.messages import DIRECT, ArenaAccess, RankJob, RankUpdate
 from cluster.planning.packed_plan import unpack_shared
 from cluster.planning.plan import RankPlan
 from cluster.telemetry.logs import LogFields
@@ -107,7 +107,7 @@ class ArenaMaps:
         """The user accesses no arena any more."""
         self._claims.pop(user, None)
 
-    def words(self, but: int | None = None) -> Words:
+    def access(self, but: int | None = None) -> ArenaAccess:
         """Return (arena path, agent) of the users in this process, without `but`."""
         return tuple(claim for key, claim in list(self._claims.items()) if key != but)
 
@@ -317,7 +317,7 @@ class RankLoader:
         PROCESS_ARENAS.release(id(self))  # no agent grants it access now
         give_up_s = time.monotonic() + patience_s
         while True:
-            hello = self._work.hello(PROCESS_ARENAS.words(but=id(self)))
+            hello = self._work.hello(PROCESS_ARENAS.access(but=id(self)))
             try:
                 reply = self._link.join(hello)
                 self._work.welcomed(hello, reply)
@@ -364,7 +364,7 @@ class RankLoader:
                 self._meter.sample(at_work=self.state.first_work_s is not None)
 
     def _update(self, *, leaving: bool) -> RankUpdate:
-        others = PROCESS_ARENAS.words(but=id(self)) if leaving else ()
+        others = PROCESS_ARENAS.access(but=id(self)) if leaving else ()
         stats = self._meter.stats(self._job.fetch.heartbeat_s, self.state, self._fetcher, self._placer, last=leaving)
         return self._work.update(leaving=leaving, others=others, stats=stats)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.state import FetchedChunk, Next, RankState
-from cluster.messages import JoinReply, LeaseOrder, Orders, RankHello, RankUpdate, Words
+from cluster.messages import ArenaAccess, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate
 from cluster.telemetry.stats import RankStats
 from storage.errors import LongshoreError
 
@@ -89,7 +89,7 @@ class RankWork:
             self._exchange.wait_for(lambda: self.state.drained or self.state.error is not None)
             self._raise_if_stopped()
 
-    def hello(self, others: Words) -> RankHello:
+    def hello(self, others: ArenaAccess) -> RankHello:
         """See `RankState.hello`; after `drain`."""
         with self._exchange:
             return self.state.hello(others)
@@ -111,7 +111,7 @@ class RankWork:
                     return self.state.finished and self.state.drained
                 self._exchange.wait(rest_s)
 
-    def update(self, *, leaving: bool, others: Words, stats: RankStats | None) -> RankUpdate:
+    def update(self, *, leaving: bool, others: ArenaAccess, stats: RankStats | None) -> RankUpdate:
         """See `RankState.update`."""
         with self._exchange:
             return self.state.update(time.monotonic(), leaving=leaving, others=others, stats=stats)

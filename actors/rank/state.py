@@ -25,7 +25,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from actors.node.chunk_sources import by_source, source_of
-from cluster.messages import Commit, FetchFailure, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate, Words
+from cluster.messages import ArenaAccess, Commit, FetchFailure, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate
 from cluster.scheduling.concurrency import START
 from cluster.scheduling.retry import cause_of
 from cluster.telemetry.stats import RankStats
@@ -302,7 +302,7 @@ class RankState:
 
     # -- the conversation with the agent -----------------------------------------------------------------------
 
-    def hello(self, others: Words = ()) -> RankHello:
+    def hello(self, others: ArenaAccess = ()) -> RankHello:
         """Return the message that introduces this rank, which has drained. `others`: see `RankHello`."""
         if not self.drained:
             raise RuntimeError("the hello would claim that nothing of the arena is in use")
@@ -340,7 +340,7 @@ class RankState:
         return self._answered_s + self._heartbeat_s
 
     def update(
-        self, now_s: float, *, leaving: bool = False, others: Words = (), stats: RankStats | None = None
+        self, now_s: float, *, leaving: bool = False, others: ArenaAccess = (), stats: RankStats | None = None
     ) -> RankUpdate:
         """Return the message with all results; they are no longer here. `leaving`: it is the last one."""
         results, self.results = self.results, Results()

@@ -27,7 +27,7 @@ from cluster.command_line.arguments import (
     seconds_of,
     size_of,
 )
-from cluster.command_line.progress import byte_counter, display_on, load_counter, say_on
+from cluster.command_line.progress import byte_counter, display_on, load_counter, write_line
 from cluster.errors import DoesNotFit
 from cluster.options import LOAD, PLAN, collect
 
@@ -45,7 +45,7 @@ def run_load(args: argparse.Namespace) -> int:
         report = model.report
         answer(args, report.as_dict(), lambda: load_table(report))
         if args.keep and model.ends_with_process:
-            say_on(
+            write_line(
                 sys.stderr,
                 "longshore: no Ray cluster was running, so a local one was started; it ends now, and the model with it "
                 "(ray start --head starts one that stays)",
@@ -60,7 +60,7 @@ def _says_what_goes_on() -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", ["nothing was asked of the cluster yet"]):
-            say_on(sys.stderr, f"longshore: {note}")
+            write_line(sys.stderr, f"longshore: {note}")
         raise
 
 
@@ -107,7 +107,7 @@ def run_verify(args: argparse.Namespace) -> int:
         )
     answer(args, report.as_dict(), lambda: verify_table(report))
     if report.source == "headers":
-        say_on(sys.stderr, f"longshore: {report.uri} is {report.notes[0]}")
+        write_line(sys.stderr, f"longshore: {report.uri} is {report.notes[0]}")
         return FAILED
     return OK if report.ok else INTEGRITY
 
@@ -118,8 +118,8 @@ def run_sign(args: argparse.Namespace) -> int:
     from cluster.command_line.tables import cell
 
     signed = sign(args.uri, args.key, signed_name=args.signed_name, **given_options(args, STORE))
-    said = f"{signed.uri}: revision {signed.revision} is signed as {signed.name} with key {signed.key_id}"
-    answer(args, signed.as_dict(), lambda: cell(said))
+    text = f"{signed.uri}: revision {signed.revision} is signed as {signed.name} with key {signed.key_id}"
+    answer(args, signed.as_dict(), lambda: cell(text))
     return OK
 
 
@@ -129,11 +129,11 @@ def run_keygen(args: argparse.Namespace) -> int:
     from cluster.command_line.tables import cell
 
     made = generate_key(args.file)
-    said = (
+    text = (
         f"private key: {made.path} (keep it)\npublic key: {made.public_path}, or in one word {made.public_key}\n"
         f"its id in signatures: {made.key_id}"
     )
-    answer(args, made.as_dict(), lambda: cell(said))
+    answer(args, made.as_dict(), lambda: cell(text))
     return OK
 
 

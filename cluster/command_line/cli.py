@@ -21,7 +21,7 @@ from cluster.command_line.answers import USAGE, exit_code, print_json, print_jso
 from cluster.command_line.checkpoint_commands import add_checkpoint_verbs
 from cluster.command_line.cluster_commands import add_cluster_verbs, add_completion
 from cluster.command_line.help_texts import exit_codes_text
-from cluster.command_line.progress import say_on
+from cluster.command_line.progress import write_line
 from cluster.errors import ConfigError
 from cluster.joining.patience import Terminated, sigterm_interrupts
 from longshore.installation import __version__
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except KeyboardInterrupt as error:
         kind = "Terminated" if isinstance(error, Terminated) else "Interrupted"
-        say_on(sys.stderr, f"longshore: {kind.lower()}")
+        write_line(sys.stderr, f"longshore: {kind.lower()}")
         if args.json and not _endless(args):  # its documents are out already
             _print_error(Exception(kind.lower()), exit_code(error), kind=kind)
         return exit_code(error)
@@ -87,7 +87,7 @@ def _failed(error: Exception, args: argparse.Namespace) -> int:
             print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     foreseen = isinstance(error, LongshoreError) or hasattr(error, "hint")
     text = str(error) if foreseen else f"{type(error).__name__}: {error} (--debug shows where)"
-    say_on(sys.stderr, f"longshore: {without_secrets(text)}")
+    write_line(sys.stderr, f"longshore: {without_secrets(text)}")
     if args.json:
         _print_error(error, code, in_a_line=_endless(args))
     return code
@@ -122,7 +122,7 @@ class _Parser(argparse.ArgumentParser):
         with contextlib.suppress(OSError):
             self.print_usage(sys.stderr)
         message += _nearest_choice(message)
-        say_on(sys.stderr, f"{self.prog}: error: {message}")
+        write_line(sys.stderr, f"{self.prog}: error: {message}")
         raise ConfigError(message, hint=f"{self.prog} --help")
 
 

@@ -29,7 +29,7 @@ from cluster.command_line.arguments import (
     size_of,
 )
 from cluster.command_line.help_texts import LOAD, SHELLS, run_completion
-from cluster.command_line.progress import StagedDisplay, byte_counter, load_counter, say_on
+from cluster.command_line.progress import StagedDisplay, byte_counter, load_counter, write_line
 from cluster.command_line.watch_commands import watch_status
 from cluster.errors import ClusterLost, ConfigError, ModelNotFound
 from cluster.units import printable, show_bytes
@@ -71,11 +71,11 @@ def run_release(args: argparse.Namespace) -> int:
     warm = client.release_warm(address=args.address) if args.warm else 0
     if args.shutdown:
         client.shutdown(args.address)
-    said = [str(result) for result in results]
-    if not said and (failed or args.all):
-        said.append("nothing was released" if failed else "nothing to release")
-    said += [f"{warm} idle worker groups ended"] * args.warm
-    said += ["longshore ended in this cluster, with all its models"] * args.shutdown
+    lines = [str(result) for result in results]
+    if not lines and (failed or args.all):
+        lines.append("nothing was released" if failed else "nothing to release")
+    lines += [f"{warm} idle worker groups ended"] * args.warm
+    lines += ["longshore ended in this cluster, with all its models"] * args.shutdown
     document = {
         "released": [result.model_id for result in results if result.freed],
         "held": {result.model_id: result.holders for result in results if not result.freed},
@@ -83,7 +83,7 @@ def run_release(args: argparse.Namespace) -> int:
         "worker_groups_ended": warm,
         "shutdown": args.shutdown,
     }
-    answer(args, document, lambda: cell("; ".join(said)))
+    answer(args, document, lambda: cell("; ".join(lines)))
     return FAILED if failed else OK
 
 
@@ -107,7 +107,7 @@ def _release_each(
                 raise
             if not isinstance(error, ModelNotFound):
                 failed[model_id] = error
-                say_on(sys.stderr, f"longshore: {model_id}: {error}")
+                write_line(sys.stderr, f"longshore: {model_id}: {error}")
     return results, failed
 
 
@@ -134,8 +134,8 @@ def _write_model(args: argparse.Namespace) -> int:
     from cluster.command_line.tables import cell
 
     written = write_demo_model(args.write, args.size)
-    said = f"{written.folder}: a Llama of random values, {show_bytes(written.size_bytes)} in {written.shards} shards"
-    answer(args, written.as_dict(), lambda: cell(said))
+    text = f"{written.folder}: a Llama of random values, {show_bytes(written.size_bytes)} in {written.shards} shards"
+    answer(args, written.as_dict(), lambda: cell(text))
     return OK
 
 
@@ -165,7 +165,7 @@ def run_serve(args: argparse.Namespace) -> int:
         if args.json:
             print_json({"url": url})
         else:
-            say_on(sys.stderr, f"longshore: {url} (Ctrl-C ends it)")
+            write_line(sys.stderr, f"longshore: {url} (Ctrl-C ends it)")
 
     serving.serve_until_interrupted(args.host, args.port, args.address, say)
     return OK
@@ -180,18 +180,18 @@ def run_logs(args: argparse.Namespace) -> int:
 
     collector = LogCollector(args.address, LogFilter(args.load, args.rank), args.node)
     lines = collector.collect()
-    told = _tell_silent(collector.silent, {})
+    reported = _report_silent(collector.silent, {})
     lines = lines[-args.tail :] if args.tail is not None else lines
     if args.json and not args.follow:
         print_json({"lines": [line.as_dict() for line in lines], "silent_nodes": collector.silent})
         return OK
     going_on = _put(lines, as_json=args.json)
     if not lines and not args.follow:
-        say_on(sys.stderr, "longshore: nothing that was asked for is in the logs")
+        write_line(sys.stderr, "longshore: nothing that was asked for is in the logs")
     while args.follow and going_on and not reader_left():
         time.sleep(LOOK_S)
         going_on = _put(collector.collect(), as_json=args.json)
-        told = _tell_silent(collector.silent, told)
+        reported = _report_silent(collector.silent, reported)
     return OK
 
 
@@ -205,11 +205,11 @@ def _put(lines: list[LogLine], *, as_json: bool) -> bool:
     return write("".join(f"{json.dumps(line.as_dict()) if as_json else line_of(line)}\n" for line in lines))
 
 
-def _tell_silent(silent: dict[str, str], told: dict[str, str]) -> dict[str, str]:
+def _report_silent(silent: dict[str, str], reported: dict[str, str]) -> dict[str, str]:
     """Nodes that did not answer, each once."""
     for host, why in silent.items():
-        if host not in told:
-            say_on(sys.stderr, f"longshore: no logs of {host}: {why}")
+        if host not in reported:
+            write_line(sys.stderr, f"longshore: no logs of {host}: {why}")
     return dict(silent)
 
 

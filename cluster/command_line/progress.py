@@ -81,7 +81,7 @@ class LineDisplay:
                 return
             self._shown_at_s = now_s
             self._complete = complete
-            say_on(self._stream, line_of(moment, self._began))
+            write_line(self._stream, line_of(moment, self._began))
 
 
 def line_of(moment: Moment, began: Moment) -> str:
@@ -200,7 +200,7 @@ class StagedDisplay:
 
     def say(self, line: str) -> None:
         self._end_stage()
-        say_on(self._stream, line)
+        write_line(self._stream, line)
 
     def _end_stage(self) -> None:
         self._display = None
@@ -213,7 +213,7 @@ class StagedDisplay:
         self._end_stage()
 
 
-def say_on(stream: TextIO, line: str) -> None:
+def write_line(stream: TextIO, line: str) -> None:
     """One line, control characters written out. Whoever reads it may be gone, or the disk of the log full: the line
     is lost then, and the command goes on, since what it does and the code it ends with count for more."""
     with suppress(OSError, ValueError):  # ValueError: the stream is closed

@@ -378,7 +378,7 @@ _STYLES = {True: "green", False: "bold red", None: "yellow"}
 
 def plan_table(plan: PlanSummary) -> RenderableType:
     """Return tables of a plan: whether it fits, and what would be loaded where."""
-    said = [cell(plan.fit.sentence, _STYLES[plan.fit.fits]), Text()] if plan.fit else []
+    first = [cell(plan.fit.sentence, _STYLES[plan.fit.fits]), Text()] if plan.fit else []
     overall = facts(
         [
             *([] if plan.estimated else [("revision", plan.revision)]),
@@ -419,7 +419,7 @@ def plan_table(plan: PlanSummary) -> RenderableType:
     more = [cell(f"and {len(plan.ranks) - len(shown)} more ranks", "dim")] if len(plan.ranks) > len(shown) else []
     devices = [Text(), _devices_table(plan)] if plan.device_map else []
     parts = [Text(), _parts_table(plan.of_rank)] if plan.of_rank else []
-    return Group(*said, overall, Text(), *_picture(plan), ranks, *more, *devices, *parts)
+    return Group(*first, overall, Text(), *_picture(plan), ranks, *more, *devices, *parts)
 
 
 def _picture(plan: PlanSummary) -> Iterator[RenderableType]:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.command_line.answers import FAILED, OK, line_of_event, print_json, reader_left, write
-from cluster.command_line.progress import say_on
+from cluster.command_line.progress import write_line
 from cluster.errors import ConfigError, ModelNotFound, NoCoordinator
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _from_first_load(look: Callable[[], Look], interval_s: float) -> Callable[[]
 
     def patient_look() -> Look:
         nonlocal seen
-        told = False
+        announced = False
         while True:
             try:
                 found = look()
@@ -75,9 +75,9 @@ def _from_first_load(look: Callable[[], Look], interval_s: float) -> Callable[[]
             except NoCoordinator:
                 if seen:  # it was shut down
                     raise
-            if not told:
-                say_on(sys.stderr, "longshore: nothing was loaded in this cluster yet; waiting for the first load")
-            told = True
+            if not announced:
+                write_line(sys.stderr, "longshore: nothing was loaded in this cluster yet; waiting for the first load")
+            announced = True
             time.sleep(interval_s)
 
     return patient_look
@@ -126,7 +126,7 @@ def _follow(args: argparse.Namespace) -> int:
         after = events[-1].number if events else after
         if incarnation not in ("", status.coordinator_incarnation):
             after = 0  # a coordinator that was restarted counts from 1 again
-            say_on(sys.stderr, "longshore: the coordinator was restarted; its events are numbered from 1 again")
+            write_line(sys.stderr, "longshore: the coordinator was restarted; its events are numbered from 1 again")
         elif not events and _is_over(model := _model(status, args.load), args.until):
             return _end(args, model)
         incarnation = status.coordinator_incarnation
@@ -150,7 +150,7 @@ def _end(args: argparse.Namespace, model: ModelStatus | None) -> int:
         write(json.dumps({"kind": "end", "state": state, "error": "" if model is None else model.error}) + "\n")
     if state == "ready" or (args.until == "end" and state == "released"):
         return OK
-    say_on(sys.stderr, "longshore: the load was released" if state == "released" else f"longshore: {_why(model)}")
+    write_line(sys.stderr, "longshore: the load was released" if state == "released" else f"longshore: {_why(model)}")
     return FAILED
 
 
@@ -168,7 +168,7 @@ def _is_over(model: ModelStatus | None, until: str) -> bool:
 
 def _say_what_is_missing(after: int, events: Sequence[LoadEvent]) -> None:
     if events and events[0].number > after + 1:
-        say_on(sys.stderr, f"longshore: events {after + 1} to {events[0].number - 1} are kept no longer")
+        write_line(sys.stderr, f"longshore: events {after + 1} to {events[0].number - 1} are kept no longer")
 
 
 _OVER = ("failed", "released")

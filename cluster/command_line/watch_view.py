@@ -289,14 +289,14 @@ def _share(done: int, total: int) -> str:
 
 def _detail(model: ModelStatus) -> Text:
     """Return what is wrong or waited for, and the ranks' nodes until all are ready; empty if nothing is."""
-    said = Text()
+    text = Text()
     if model.error:
-        said.append_text(cell(model.error, "red"))
+        text.append_text(cell(model.error, "red"))
     elif model.progress.message:
-        said.append_text(cell(model.progress.message, "yellow"))
+        text.append_text(cell(model.progress.message, "yellow"))
     if is_under_way(model) and model.ranks:
-        said.append("; " if said else "").append_text(_ranks(model))
-    return Text.assemble(cell(f"{_shortened(model.progress.model_id)}: ", "dim"), said) if said else said
+        text.append("; " if text else "").append_text(_ranks(model))
+    return Text.assemble(cell(f"{_shortened(model.progress.model_id)}: ", "dim"), text) if text else text
 
 
 def _shortened(model_id: str, most: int = SHORT_ID) -> str:

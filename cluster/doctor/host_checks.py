@@ -67,8 +67,8 @@ def check_packages_here() -> Iterator[Check]:
 def check_settings(environ: Mapping[str, str]) -> Iterator[Check]:
     """Return the settings of the environment, and variables that only look like settings. Raises ConfigError."""
     changed = Config.from_env(environ).model_dump(exclude_unset=True)
-    told = ", ".join(f"{name}={value}" for name, value in changed.items())
-    yield Check("settings", "ok", told or "all at their defaults")
+    shown = ", ".join(f"{name}={value}" for name, value in changed.items())
+    yield Check("settings", "ok", shown or "all at their defaults")
     if unknown := Config.unknown_variables(environ):
         known = "docs/settings.md lists the settings; these change nothing"
         yield Check("unknown settings", "warn", ", ".join(unknown), known)
@@ -138,8 +138,8 @@ def check_driver() -> Iterator[Check]:
     )
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     if done.returncode or not lines:
-        said = (done.stderr.strip() or done.stdout.strip() or "no GPU listed").splitlines()[0]
-        yield Check("gpu driver", "fail", f"nvidia-smi: {said}", "the driver is missing, too old or not passed in")
+        message = (done.stderr.strip() or done.stdout.strip() or "no GPU listed").splitlines()[0]
+        yield Check("gpu driver", "fail", f"nvidia-smi: {message}", "the driver is missing, too old or not passed in")
         return
     yield Check("gpu driver", "ok", f"{len(lines)} GPU: " + "; ".join(lines))
 
@@ -150,12 +150,12 @@ def check_torch(python: str = sys.executable) -> Iterator[Check]:
         [python, "-c", TORCH_QUESTION], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False
     )
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
-        if "No module named 'torch'" in said:
+        message = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+        if "No module named 'torch'" in message:
             hint = f"only workers need it, on the nodes: {install_hint('cluster')}"
             yield Check("torch", "warn", "not installed here", hint)
         else:
-            yield Check("torch", "fail", said, "import torch by hand to see the whole error")
+            yield Check("torch", "fail", message, "import torch by hand to see the whole error")
         return
     found = json.loads(done.stdout.splitlines()[-1])
     devices = found["devices"]

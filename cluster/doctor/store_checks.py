@@ -185,9 +185,9 @@ class _Probe:
             self.last_s = max(self.last_s, at_s)
 
     def fail(self, error: Exception) -> None:
-        said = str(error) if isinstance(error, LongshoreError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, LongshoreError) else f"{type(error).__name__}: {error}"
         with self._lock:
-            self.error = self.error or said
+            self.error = self.error or text
 
 
 def _positions(objects: Sequence[ObjectInfo]) -> Iterator[tuple[ObjectInfo, int]]:

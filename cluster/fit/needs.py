@@ -168,7 +168,7 @@ def room_problems(
         need = sum(needs[index].less(nodes[index].kept_bytes) for index in sharers)
         key = tuple(sharers)
         if need > have and need - have > problems.get(key, (0, ""))[0]:
-            text = _said(", ".join(nodes[index].host for index in sharers), [needs[i] for i in sharers], need, have)
+            text = _shortage(", ".join(nodes[index].host for index in sharers), [needs[i] for i in sharers], need, have)
             problems[key] = need - have, text + _promises(promised)
     return [text for _, text in problems.values()]
 
@@ -177,7 +177,7 @@ def _pools(node: NodeInfo, index: int) -> tuple[MemoryPool, ...]:
     return node.pools or (MemoryPool(f"node {index}", node.memory_free_bytes, 0),)
 
 
-def _said(hosts: str, needs: Sequence[NodeNeed], need: int, have: int) -> str:
+def _shortage(hosts: str, needs: Sequence[NodeNeed], need: int, have: int) -> str:
     ranks, workers = sum(each.ranks for each in needs), sum(each.workers for each in needs)
     tensor_bytes, arena_bytes = sum(each.tensor_bytes for each in needs), sum(each.arena_bytes for each in needs)
     processes = f", {show_bytes(workers * WORKER_BYTES)} for {workers} new processes" if workers else ""
@@ -191,8 +191,8 @@ def _promises(claims: Sequence[Claim]) -> str:
     by_model: dict[str, int] = defaultdict(int)
     for claim in claims:
         by_model[claim.model_id] += claim.size_bytes
-    said = [f"{show_bytes(size)} to {model}" for model, size in sorted(by_model.items()) if size]
-    return f" and memory promised to other loads ({show_some(said, 5)})" if said else ""
+    lines = [f"{show_bytes(size)} to {model}" for model, size in sorted(by_model.items()) if size]
+    return f" and memory promised to other loads ({show_some(lines, 5)})" if lines else ""
 
 
 SHOWN = 4  # problems in one message, so that it fits a screen

@@ -184,15 +184,15 @@ def offer(found: Sequence[PlannedChange], devices_at_hand: int, tried: int) -> s
     """Return a sentence about the result of `cheapest`, out of `tried` changes."""
     if not found:
         return f"None of {tried} changes that were planned (less precision, more ranks) would fit"
-    said = []
+    lines = []
     for each in found:
         ranks = each.change.ranks
         needs = f"up to {show_bytes(each.need_bytes)} on each of {ranks} ranks" if ranks > 1 else ""
         needs = needs or show_bytes(each.need_bytes)
         more = f", {devices_at_hand} present" if ranks > devices_at_hand else ""
-        said.append(f"{each.change.what} ({needs}{more})")
-    also = f"; also {'; '.join(said[1:])}" if said[1:] else ""
-    return f"The cheapest change that fits: {said[0]}{also}"
+        lines.append(f"{each.change.what} ({needs}{more})")
+    also = f"; also {'; '.join(lines[1:])}" if lines[1:] else ""
+    return f"The cheapest change that fits: {lines[0]}{also}"
 
 
 def steps_text(tried: Sequence[FitTry]) -> str:
@@ -286,8 +286,8 @@ def weigh(ranks: Sequence[RankFacts], devices: Devices | None) -> tuple[DeviceFi
         if room is None:
             found.append(DeviceFit(*place, need_bytes, None, None, None, None, None))
             continue
-        told = (room.have_bytes, room.total_bytes, room.free_bytes, room.kept_free_bytes)
-        found.append(DeviceFit(*place, need_bytes, *told, need_bytes <= room.have_bytes))
+        sizes = (room.have_bytes, room.total_bytes, room.free_bytes, room.kept_free_bytes)
+        found.append(DeviceFit(*place, need_bytes, *sizes, need_bytes <= room.have_bytes))
     return tuple(found)
 
 
@@ -332,22 +332,22 @@ def find_fit(
         if step is not None:
             weighed = weigh(step.ranks, rooms)
             taken = replace(step.change.request, tried=tried, auto_identity=request.identity())
-            said = f"fits with {step.change.what}: {_tightest(weighed)} ({steps_text(tried)})"
-            return taken, PlanFit(True, rooms.source, said, weighed, tried)
+            text = f"fits with {step.change.what}: {_tightest(weighed)} ({steps_text(tried)})"
+            return taken, PlanFit(True, rooms.source, text, weighed, tried)
     planned = plan(changes_to_offer(request, limits))
     found = cheapest(planned, lambda each: fits_on(each.ranks, rooms), len(rooms.rooms))
-    said = f"does not fit: {given_problem}. {offer(found, len(rooms.rooms), len(planned))}"
+    text = f"does not fit: {given_problem}. {offer(found, len(rooms.rooms), len(planned))}"
     if tried:
-        said = f"does not fit: {steps_text(tried)}. {offer(found, len(rooms.rooms), len(planned))}"
+        text = f"does not fit: {steps_text(tried)}. {offer(found, len(rooms.rooms), len(planned))}"
     offers = tuple(Offer(each.change.what, each.change.ranks, each.need_bytes) for each in found)
-    return request, PlanFit(False, rooms.source, said, weighed, tried, offers)
+    return request, PlanFit(False, rooms.source, text, weighed, tried, offers)
 
 
 def fit_of_resident(model_id: str, taken: str, ranks: Sequence[RankFacts]) -> PlanFit:
     """Return the fit of a resident model, which needs no memory. `taken` is the change by fit="auto"."""
     with_what = f" (with {taken})" if taken else ""
-    said = f"resident as {model_id}{with_what}: a load would attach to it at once and need no memory"
-    return PlanFit(True, IN_CLUSTER, said, weigh(ranks, None))
+    text = f"resident as {model_id}{with_what}: a load would attach to it at once and need no memory"
+    return PlanFit(True, IN_CLUSTER, text, weigh(ranks, None))
 
 
 def rooms_of(memory: Sequence[int], request: LoadRequest, config: Config) -> tuple[DeviceRoom, ...]:

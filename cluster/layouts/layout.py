@@ -256,7 +256,7 @@ def _sizes_that_do(
         return True
 
     names = [name for name in ("tensor_parallel_size", "expert_parallel_size") if getattr(layout, name) > 1]
-    return [said for name in names if (said := sizes_that_do(name, getattr(layout, name), partial(does, name)))]
+    return [text for name in names if (text := sizes_that_do(name, getattr(layout, name), partial(does, name)))]
 
 
 def _expert_numbers(tensors: Sequence[Tensor], rules: Sequence[Rule | None]) -> tuple[list[int | None], list[str]]:
@@ -345,8 +345,8 @@ def _layout_error(
         uncuttable=len(problems) or None,
     )
     if kind is UnknownFamily and config is not None:
-        said = {"family": config.model_type, "text_family": config.text_model_type}
-        error.with_details(**{key: name for key, name in said.items() if name and name.isprintable()})
+        fields = {"family": config.model_type, "text_family": config.text_model_type}
+        error.with_details(**{key: name for key, name in fields.items() if name and name.isprintable()})
     return error
 
 

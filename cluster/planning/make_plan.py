@@ -91,17 +91,17 @@ def _check_limits(sizes: Sequence[tuple[str, int]], devices: Sequence[DeviceKey]
     for (_, size_bytes), device in zip(sizes, devices, strict=True):
         needs[device] += size_bytes
     have = dict(options.max_memory or ())
-    said = []
+    lines = []
     for device, need_bytes in sorted(needs.items(), key=lambda need: device_name(need[0])):
         if device in have and need_bytes > have[device]:
-            said.append(f"{device_name(device)} needs {show_bytes(need_bytes)}, has {show_bytes(have[device])}")
+            lines.append(f"{device_name(device)} needs {show_bytes(need_bytes)}, has {show_bytes(have[device])}")
     if needs[DISK] and not options.offload_folder:
         limits = "free for it" if options.is_all else "max_memory"
         rest = ", ".join(f"{device_name(device)} {show_bytes(limit)}" for device, limit in have.items())
-        said.append(f"{show_bytes(needs[DISK])} have no room on any device ({limits}: {rest or 'none'})")
-    if said:
+        lines.append(f"{show_bytes(needs[DISK])} have no room on any device ({limits}: {rest or 'none'})")
+    if lines:
         raise DoesNotFit(
-            f"the device map does not fit: {'; '.join(said)}",
+            f"the device map does not fit: {'; '.join(lines)}",
             hint=_what_helps(options),
             need_bytes=sum(needs.values()),
             have_bytes=sum(limit for device, limit in have.items() if device != DISK) if have else None,

@@ -167,8 +167,8 @@ def _shapes(fields: dict[str, Any]) -> Shapes:
         with torch.device("meta"):
             model = _class_for(fields, config)(config)
     except Exception as error:  # a strange config can make a library raise anything
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelConfigError(f"transformers cannot make a model from config.json: {said}") from error
+        text = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelConfigError(f"transformers cannot make a model from config.json: {text}") from error
     # Of tied parameters only the first is stored.
     stored = {*dict(model.named_parameters()), *dict(model.named_buffers())}
     return [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name in stored]

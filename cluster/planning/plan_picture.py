@@ -173,15 +173,15 @@ def draw_plan(table: LayerTable, title: str, verdict: Verdict = NOT_KNOWN) -> st
         *([layers[at] for layers in drawn.values()] for at in range(len(folded.layers))),
     ]
     sizes = [row_sizes(cells, count) for cells, count in zip(rows, (1, *counts), strict=True)]
-    said = textwrap.wrap(printable(verdict.sentence).replace("\n", " "), _VERDICT_CHARS)[:_VERDICT_LINES]
+    lines = textwrap.wrap(printable(verdict.sentence).replace("\n", " "), _VERDICT_CHARS)[:_VERDICT_LINES]
     column = max(14.0, min(150.0, 960.0 / max(1, len(drawn))))
     scale = (column - _GAP) / most
     left = 16 + 7 * max(map(len, names))
     right = left + column * len(drawn)
-    top = 44 + _LINE * len(said) + 24
+    top = 44 + _LINE * len(lines) + 24
     bottom = top + _ROW * len(names) + _GAP
     legend = _legend(drawn, totals, colours, most, bool(haves))
-    width = max(640.0, right + 7 * max(map(len, sizes)) + 24, 16 + 6.5 * max((len(line) for line in said), default=0))
+    width = max(640.0, right + 7 * max(map(len, sizes)) + 24, 16 + 6.5 * max((len(line) for line in lines), default=0))
     height = bottom + 22 * (len(legend) + 2)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="title desc" viewBox="0 0 {width:.0f} '
@@ -192,7 +192,7 @@ def draw_plan(table: LayerTable, title: str, verdict: Verdict = NOT_KNOWN) -> st
         f'<text x="8" y="20" font-size="14">{_text(title, 150)}</text>',
     ]
     style = f'class="verdict" font-size="13" fill="{_FITS[verdict.fits]}"'
-    out += [_label(8, 44 + _LINE * at, line, "start", style) for at, line in enumerate(said)]
+    out += [_label(8, 44 + _LINE * at, line, "start", style) for at, line in enumerate(lines)]
     out.append(_label(left - 8, top - 10, "rank", "end"))
     for at, rank in enumerate(drawn):
         out.append(_label(left + at * column + (column - _GAP) / 2, top - 10, str(rank), "middle"))
@@ -290,8 +290,8 @@ def _described(table: LayerTable, totals: Mapping[int, Counter[str]], ranks: int
     sizes = [sum(total.values()) for total in totals.values()]
     ends = dict.fromkeys(show_bytes(size) for size in (min(sizes, default=0), max(sizes, default=0)))
     span = " to ".join(ends)
-    said = f"{ranks} ranks against {len(table.layers)} layers; a rank has {span}."
-    return f"{verdict.sentence.rstrip('.')}. {said}" if verdict.sentence else said
+    text = f"{ranks} ranks against {len(table.layers)} layers; a rank has {span}."
+    return f"{verdict.sentence.rstrip('.')}. {text}" if verdict.sentence else text
 
 
 def _colours(dtypes: Sequence[str]) -> dict[str, str]:
@@ -361,8 +361,8 @@ def tensors_of(plan: LoadPlan, rank: int, rules: Rules) -> tuple[TensorPart, ...
 
 def show_ranges(part: TensorPart) -> str:
     """Return the ranges of each dimension, as in `0:4 8:12, all`."""
-    said = []
+    lines = []
     for size, ranges in zip(part.shape, part.ranges, strict=True):
         whole = ranges == ((0, size),) or not (ranges or size)
-        said.append("all" if whole else " ".join(f"{start}:{end}" for start, end in ranges) or "none")
-    return ", ".join(said) + (f", and {part.padding} of zeros" if part.padding else "")
+        lines.append("all" if whole else " ".join(f"{start}:{end}" for start, end in ranges) or "none")
+    return ", ".join(lines) + (f", and {part.padding} of zeros" if part.padding else "")

@@ -266,10 +266,10 @@ def _grouped(dim: int, group: int | None) -> Axis | None:
     return Axis(dim, group, 1, "groups") if group else None
 
 
-def _group_size(inputs: int, groups: int, said: int | None) -> int | None:
+def _group_size(inputs: int, groups: int, stored: int | None) -> int | None:
     """Return the inputs of one group; 0: one group for all, None: nothing fits."""
-    if said is not None and said > 0 and groups == -(-inputs // said):
-        return said
+    if stored is not None and stored > 0 and groups == -(-inputs // stored):
+        return stored
     if groups == 1:
         return 0
     return inputs // groups if groups and inputs % groups == 0 else None
@@ -316,5 +316,5 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # dtypes that
 
 def packed_state(dtype: str, shape: Sequence[int]) -> bytes:
     """Return the JSON as bitsandbytes writes it. `dtype` is a safetensors name, `shape` the rank's weight's."""
-    said = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": DTYPES[dtype], "shape": list(shape)}
-    return json.dumps(said).encode()
+    fields = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": DTYPES[dtype], "shape": list(shape)}
+    return json.dumps(fields).encode()

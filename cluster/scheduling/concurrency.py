@@ -102,7 +102,7 @@ class RequestLimit:
             self._measured(rate)
             self._go(self._choice(now_s), now_s)
 
-    def said(self, requests: Iterable[tuple[int, float, float]], throttled: int, now_s: float) -> None:
+    def note(self, requests: Iterable[tuple[int, float, float]], throttled: int, now_s: float) -> None:
         """Record the requests and throttled answers of a rank's report (see RankUpdate)."""
         for size_bytes, took_s, ago_s in requests:
             self.finished(size_bytes, took_s, now_s - ago_s)

@@ -116,10 +116,10 @@ class JsonFormatter(logging.Formatter):
     """A line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {"time": _time(record), "level": record.levelname, "logger": record.name}
-        said |= dict(_fields(record))
-        said |= {"pid": os.getpid(), "message": _message(record)}
-        return json.dumps(said, default=str)
+        fields: dict[str, Any] = {"time": _time(record), "level": record.levelname, "logger": record.name}
+        fields |= dict(_fields(record))
+        fields |= {"pid": os.getpid(), "message": _message(record)}
+        return json.dumps(fields, default=str)
 
 
 def _message(record: logging.LogRecord) -> str:

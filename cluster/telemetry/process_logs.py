@@ -173,14 +173,14 @@ def fields_of(line: str) -> tuple[str, str | None, int | None] | None:
     """(time, load, rank) of a line of our loggers, text or JSON; None for any other."""
     if line.startswith("{"):
         try:
-            said = json.loads(line)
+            fields = json.loads(line)
         except ValueError:
             return None
-        if not isinstance(said, dict) or not isinstance(said.get("time"), str):
+        if not isinstance(fields, dict) or not isinstance(fields.get("time"), str):
             return None
-        rank = said.get("rank")
-        load = said.get("load")
-        return said["time"], load if isinstance(load, str) else None, rank if isinstance(rank, int) else None
+        rank = fields.get("rank")
+        load = fields.get("load")
+        return fields["time"], load if isinstance(load, str) else None, rank if isinstance(rank, int) else None
     found = _TEXT.match(line)
     if found is None:
         return None

@@ -82,21 +82,21 @@ def find_limit(
     shares = stage_shares(ranks)
     before_s = connect_s + plan_s + start_s
     if before_s > load_s:
-        said = (
+        text = (
             f"start-up: {before_s:.2f} of {total_s:.2f} s had passed before bytes moved "
             f"(cluster {connect_s:.2f} s, planning {plan_s:.2f} s, workers {start_s:.2f} s)"
         )
-        return LoadLimit("start-up", min(1.0, before_s / total_s), said, shares)
+        return LoadLimit("start-up", min(1.0, before_s / total_s), text, shares)
     host_busy, ours = _processors(ranks)
     stages = sum((rank.stages for rank in ranks), start=StageTimes())
     if host_busy >= FULL and ours >= OURS:
         largest = max(_DOING, key=lambda stage: shares[stage])
         doing = _DOING[largest]
-        said = (
+        text = (
             f"cpu: the processors were {host_busy:.0%} busy, {ours:.0%} with this load's ranks; "
             f"the largest part of their time went into {doing} ({shares[largest]:.0%})"
         )
-        return LoadLimit("cpu", host_busy, said, shares)
+        return LoadLimit("cpu", host_busy, text, shares)
     stage = _busiest(shares)
     return LoadLimit(stage, shares[stage], _sentence(stage, shares, stages, ranks), shares)
 

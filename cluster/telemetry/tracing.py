@@ -97,10 +97,10 @@ def spans_of(report: LoadReport) -> tuple[Span, ...]:
         spans.append((name, at_s, end_s, {}))
         stream = (at_s, end_s) if name == "stream" else stream
         at_s = end_s
-    told_s = stream[0] - min((rank.start_s for rank in report.ranks), default=0.0)
+    job_sent_s = stream[0] - min((rank.start_s for rank in report.ranks), default=0.0)
     for rank in report.ranks:
         begin_s = (
-            told_s + rank.start_s if not rank.incarnation else stream[1] - rank.load_s
+            job_sent_s + rank.start_s if not rank.incarnation else stream[1] - rank.load_s
         )  # a replacement is told later
         begin_s = min(max(begin_s, stream[0]), stream[1])
         about = {

@@ -255,8 +255,8 @@ class LocalStore:
             if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR):
                 raise StoreUnavailable("the file system failed", cause=cause, **where) from error
             hint = "free space there, or choose another place" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            said = f": {os.strerror(error.errno)}" if error.errno else ""
-            raise StoreError(f"the file system refused{said}", hint=hint, cause=cause, **where) from error
+            text = f": {os.strerror(error.errno)}" if error.errno else ""
+            raise StoreError(f"the file system refused{text}", hint=hint, cause=cause, **where) from error
 
 
 class _LocalUpload:

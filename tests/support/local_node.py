@@ -28,7 +28,7 @@ from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import read_model_config
 from cluster.layouts.rules import rules_for
-from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, Words
+from cluster.messages import ArenaAccess, FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate
 from cluster.planning.make_plan import build_load_plan
 from cluster.planning.packed_plan import pack_shared
 from cluster.planning.plan import LoadPlan
@@ -244,9 +244,9 @@ class SwitchedLink:
             raise ClusterLost("the answer got lost")
         return orders
 
-    def check_in(self, process: ProcessId, words: Words) -> float:
+    def check_in(self, process: ProcessId, access: ArenaAccess) -> float:
         self._check()
-        return self.agent.check_in(process, words)
+        return self.agent.check_in(process, access)
 
     def _check(self) -> None:
         if self.cut.is_set():

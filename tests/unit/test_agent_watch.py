@@ -65,7 +65,7 @@ def hear(*beats: AgentBeat) -> tuple[list[BeatReply], AgentWatch, dict[str, Mode
 
     async def run() -> tuple[Sequence[BeatReply], AgentWatch]:
         watch = AgentWatch("coordinator", 60.0, models, nobody, nobody, nobody)
-        return await asyncio.gather(*map(watch.heard, beats)), watch
+        return await asyncio.gather(*map(watch.receive, beats)), watch
 
     replies, watch = asyncio.run(run())
     return list(replies), watch, models
@@ -100,9 +100,9 @@ def test_a_node_is_checked_again_after_a_silence(ray_of: Ray, monkeypatch: pytes
 
     async def run() -> tuple[bool, bool, set[str]]:
         watch = AgentWatch("coordinator", 60.0, {}, *[lambda *_: None] * 3)  # type: ignore[arg-type, list-item]
-        first = await watch.heard(beat("living"))
+        first = await watch.receive(beat("living"))
         ray_of.living.clear()
-        second = await watch.heard(beat("living"))
+        second = await watch.receive(beat("living"))
         return first.node_dead, second.node_dead, watch.node_ids
 
     assert asyncio.run(run()) == (False, True, set())
@@ -166,7 +166,7 @@ def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **placement: Any) -
         record.placements = {0: Placement(0, "living", "host", None, worker="its worker", started=True, **placement)}
         watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, *[lambda *_: None, lambda _: run, end])  # type: ignore[arg-type, list-item]
         loads = (LoadBeat("llama-1", 1, 0, None, rank.done),)
-        await watch.heard(AgentBeat("living", "host", "agent", loads, (rank,), ArenaUse(0, 0, 0, 0)))
+        await watch.receive(AgentBeat("living", "host", "agent", loads, (rank,), ArenaUse(0, 0, 0, 0)))
         await asyncio.sleep(0)
 
     asyncio.run(listen())
@@ -234,11 +234,11 @@ def test_a_group_keeps_one_revision_while_a_member_lives(ray_of: Ray, monkeypatc
         watch = AgentWatch("coordinator", 60.0, {}, *[lambda *_: None] * 3)  # type: ignore[arg-type, list-item]
         found = [watch.bind(member(0, "r1")), watch.bind(member(1, "r2")), watch.bind(member(2, "r2", "other"))]
         quiet = replace(beat("living"), loads=())
-        await watch.heard(replace(quiet, members=(member(0, "r1"),)))
+        await watch.receive(replace(quiet, members=(member(0, "r1"),)))
         assert watch.busy_node_ids == {"living"}
         monkeypatch.setattr(agent_watch, "BIND_S", -1.0)  # forgotten: it never registered
         found.append(watch.bind(member(3, "r2")))
-        await watch.heard(quiet)
+        await watch.receive(quiet)
         assert watch.busy_node_ids == set()
         found.append(watch.bind(member(4, "r2")))
         return found
@@ -253,11 +253,11 @@ def test_a_new_agent_learns_the_processes_of_its_predecessor(ray_of: Ray) -> Non
 
     async def run() -> list[tuple[GroupMember, ...]]:
         watch = AgentWatch("coordinator", 60.0, {}, *[lambda *_: None] * 3)  # type: ignore[arg-type, list-item]
-        told = [(await watch.heard(replace(quiet, members=(member,)))).members]
-        told.append((await watch.heard(replace(quiet, incarnation="another"))).members)
+        told = [(await watch.receive(replace(quiet, members=(member,)))).members]
+        told.append((await watch.receive(replace(quiet, incarnation="another"))).members)
         assert watch.bind(replace(member, load_id="hosted-1", revision="r2")) == "r1"
-        told.append((await watch.heard(replace(quiet, incarnation="another", members=(member,)))).members)
-        told.append((await watch.heard(replace(quiet, incarnation="another"))).members)
+        told.append((await watch.receive(replace(quiet, incarnation="another", members=(member,)))).members)
+        told.append((await watch.receive(replace(quiet, incarnation="another"))).members)
         assert watch.busy_node_ids == set()
         return told
 
@@ -281,7 +281,7 @@ def test_a_load_ends_when_a_new_agent_has_no_slots_for_it(ray_of: Ray, state: Lo
         record.placements = {0: Placement(0, "living", "host", None, worker="its worker", started=True)}
         rest: Any = (lambda *_: None, lambda _: Refused(), end)
         watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, *rest)
-        await watch.heard(replace(beat("living"), loads=()))
+        await watch.receive(replace(beat("living"), loads=()))
         await asyncio.sleep(0.01)
 
     asyncio.run(listen())
@@ -313,13 +313,13 @@ def test_a_stuck_load_ends_when_its_agent_has_another_version(state: LoadState) 
         record = ModelRecord("llama-1", REQUEST, replace(Life.new(1), state=state), Holders())
         record.placements = {0: Placement(0, "living", "host", None, worker="its worker", started=True)}
         watch = AgentWatch("coordinator", 0.02, {"llama-1": record}, lambda *_: None, lambda *_: None, end)  # type: ignore[arg-type, return-value]
-        await watch.refused("living", VersionMismatch("another version"))
-        await watch.refused("elsewhere", VersionMismatch("another version"))
+        await watch.refuse("living", VersionMismatch("another version"))
+        await watch.refuse("elsewhere", VersionMismatch("another version"))
         assert not ended
         await asyncio.sleep(0.03)
-        await watch.refused("elsewhere", VersionMismatch("another version"))
+        await watch.refuse("elsewhere", VersionMismatch("another version"))
         assert not ended
-        await watch.refused("living", VersionMismatch("another version"))
+        await watch.refuse("living", VersionMismatch("another version"))
 
     asyncio.run(run())
     assert ended == ["llama-1: another version"] * (state is LoadState.LOADING)

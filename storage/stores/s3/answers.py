@@ -73,7 +73,7 @@ def store_error(
 ) -> StoreError:
     """Return the error for a refused request. `headers` has lower-case names; only the region is quoted from it."""
     where: dict[str, Any] = {"uri": uri, "key": key, "range": range, "status": status, "code": code or None}
-    said = one_line(message)
+    text = one_line(message)
     region = headers.get(_REGION_HEADER)
     if status in (301, 302, 307, 308) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
         return StoreError(
@@ -99,7 +99,7 @@ def store_error(
         if code == "RequestTimeTooSkewed":
             where["server_time"] = re.sub(r"[^\x20-\x7e]+", " ", headers.get("date", ""))[:40]
         return (CredentialsExpired if expired else AccessDenied)(
-            "the store refused access" + (f": {said}" if said else ""),
+            "the store refused access" + (f": {text}" if text else ""),
             hint=_DENIALS.get(
                 code,
                 "check that the credentials may list and read this bucket; if they may not list, S3 answers like this"
@@ -108,8 +108,8 @@ def store_error(
             **where,
         )
     if passing is not None:
-        return passing("the store could not answer now" + (f": {said}" if said else ""), **where)
-    return StoreError("the store refused the request" + (f": {said}" if said else ""), **where)
+        return passing("the store could not answer now" + (f": {text}" if text else ""), **where)
+    return StoreError("the store refused the request" + (f": {text}" if text else ""), **where)
 
 
 def connection_error(
