@@ -240,6 +240,7 @@ class Coordinator:
         return await self._worker_groups.end_all()
 
     async def status(self) -> ClusterStatus:
+        """Return the status of the cluster, once all agents have reported their loads."""
         await self._ready()
         models = [record.status() for record in self._models.values() if not record.life.is_over]
         ended = [record.status() for record in self._models.values() if record.life.is_over]

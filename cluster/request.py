@@ -67,6 +67,7 @@ class LoadRequest:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.layout.ranks
 
     @property

@@ -108,6 +108,7 @@ class AgentWatch:
             self._beats.pop(node_id, None)
 
     def status(self) -> tuple[NodeStatus, ...]:
+        """Return one status for each node whose agent was heard."""
         now_s = time.monotonic()
         return tuple(
             _status_of(beat, now_s - heard_s, self._settings.get(node_id, ()))

@@ -52,6 +52,7 @@ class SavedLoad:
 
     @staticmethod
     def of(record: ModelRecord) -> SavedLoad:
+        """Return what is to be saved of the record, without credentials."""
         return SavedLoad(
             replace(record.request, store=record.request.store.without_credentials(), keep=record.holders.keep),
             record.life.attempt,
@@ -71,10 +72,12 @@ class SavedLoad:
         )
 
     def pack(self) -> bytes:
+        """Return the saved load as bytes, for `unpack`."""
         return pickle.dumps(self, protocol=5)
 
     @staticmethod
     def unpack(data: bytes) -> SavedLoad:
+        """Return the saved load that `pack` made into bytes."""
         saved: SavedLoad = pickle.loads(data)
         return saved
 

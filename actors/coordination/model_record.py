@@ -363,6 +363,7 @@ class ModelRecord:
             self.changed.notify_all()
 
     def progress(self) -> LoadProgress:
+        """Return the progress of the load, as clients see it."""
         placed = sum(self._placed_bytes(placement) for placement in self.placements.values())
         end_s = self.ended_s or time.monotonic()
         store_bytes = sum(self.store_bytes.values())
@@ -388,6 +389,7 @@ class ModelRecord:
         return placement.report.size_bytes if self.plan is None else self.plan.ranks[placement.rank].read_bytes
 
     def status(self) -> ModelStatus:
+        """Return the status of the model, as `cluster.status` shows it."""
         request = self.request
         return ModelStatus(
             progress=self.progress(),

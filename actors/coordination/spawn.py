@@ -80,6 +80,7 @@ def agent_node_ids() -> set[str]:
 
 
 def find_agent(node_id: str) -> Any | None:
+    """Return the handle of the node's agent; None when it has none."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
     return None
@@ -142,6 +143,7 @@ def find_workers(worker_group_id: str) -> dict[int, tuple[int, Any]]:
 
 
 def create_group(worker_group_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:
+    """Create a placement group with one bundle for each rank, of this many GPUs each."""
     group: PlacementGroup = placement_group(
         [{"GPU": float(gpus)} for gpus in gpus_per_bundle],
         strategy="PACK",

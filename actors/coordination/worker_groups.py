@@ -54,9 +54,11 @@ class WorkerGroups:
         return self._idle.keys() | self._parting
 
     def idle(self) -> list[IdleWorkerGroup]:
+        """Return the idle worker groups."""
         return [worker_group.idle for worker_group in self._idle.values()]
 
     def status(self) -> tuple[WorkerGroupStatus, ...]:
+        """Return one status for each idle worker group."""
         now_s = time.monotonic()
         return tuple(
             WorkerGroupStatus(

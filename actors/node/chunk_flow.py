@@ -200,6 +200,7 @@ class JobTables:
 
     @classmethod
     def of(cls, job: NodeJob) -> JobTables:
+        """Return the tables of a job, unpacked."""
         shared = unpack_shared(job.shared)
         needs = {rank: shared.chunk_ids(rank) for rank in job.ranks}
         return cls(shared, needs, int(shared.chunks.sizes_bytes().max(initial=0)))

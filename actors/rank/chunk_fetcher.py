@@ -299,6 +299,7 @@ class ChunkFetcher:
         return error.with_details(shard=shard.key, chunk=chunk, range=str(byte_range))
 
     def stage_times(self, place: StageClock) -> StageTimes:
+        """Return the times and bytes of all fetch threads, with those of placing in `place`."""
         clocks = self._clocks
         return StageTimes(
             fetch_s=sum(clock.busy_s for clock in clocks),

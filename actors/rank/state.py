@@ -91,6 +91,7 @@ class FetchTime:
     _until_s: float | None = None
 
     def begin(self, now_s: float) -> None:
+        """Start the account at this time."""
         self._until_s = now_s
 
     def spend(self, now_s: float, requests: int, working: int, pausing: int, short_of: str) -> None:

@@ -52,6 +52,7 @@ def add_signed_name(verb: argparse.ArgumentParser) -> None:
 
 
 def add_address(verb: argparse.ArgumentParser) -> None:
+    """Add `--address` to a verb."""
     verb.add_argument(
         "--address", metavar="HOST:PORT", help="of the Ray cluster (default: RAY_ADDRESS, else a local one)"
     )
@@ -63,10 +64,12 @@ def count(text: str) -> int:
 
 
 def number_from_0(text: str) -> int:
+    """Return a whole number from 0 on. Raises ArgumentTypeError for any other text."""
     return _whole(text, "a whole number from 0 on")
 
 
 def port_of(text: str) -> int:
+    """Return a TCP port from 1 to 65535. Raises ArgumentTypeError for any other text."""
     return _whole(text, f"a port from 1 to {MOST_PORT}", least=1, most=MOST_PORT)
 
 
@@ -77,6 +80,7 @@ def _whole(text: str, what: str, least: int = 0, most: float = math.inf) -> int:
 
 
 def seconds_of(text: str) -> float:
+    """Return a number of seconds. Raises ArgumentTypeError for any other text."""
     try:
         seconds = float(text)
     except ValueError:
@@ -87,6 +91,7 @@ def seconds_of(text: str) -> float:
 
 
 def interval_of(text: str) -> float:
+    """Return a number of seconds between two looks. Raises ArgumentTypeError for any other text."""
     seconds = seconds_of(text)
     if seconds < LEAST_INTERVAL_S:
         raise argparse.ArgumentTypeError(f"{text!r} is less than {LEAST_INTERVAL_S} s")
@@ -94,6 +99,7 @@ def interval_of(text: str) -> float:
 
 
 def size_of(text: str) -> int:
+    """Return the number of bytes of a size such as 2GB. Raises ArgumentTypeError for any other text."""
     try:
         return parse_bytes(text)
     except ConfigError as error:

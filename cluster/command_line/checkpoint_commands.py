@@ -138,6 +138,7 @@ def run_keygen(args: argparse.Namespace) -> int:
 
 
 def add_checkpoint_verbs(verbs: Verbs) -> None:
+    """Add the verbs that read or write checkpoints."""
     load = add_verb(verbs, "load", run_load, "URI")
     add_options(load, (one.name for one in command_options(LOAD)))
     load.add_argument("--timeout", type=seconds_of, metavar="SECONDS", help="give up after that long")

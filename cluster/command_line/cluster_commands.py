@@ -214,6 +214,7 @@ def _report_silent(silent: dict[str, str], reported: dict[str, str]) -> dict[str
 
 
 def add_cluster_verbs(verbs: Verbs) -> None:
+    """Add the verbs that show or change a running cluster."""
     status = add_verb(verbs, "status", run_status)
     status.add_argument(
         "--watch",

@@ -40,7 +40,9 @@ class Moment:
 class Display(Protocol):
     """Shows moments; called from any thread."""
 
-    def show(self, moment: Moment) -> None: ...
+    def show(self, moment: Moment) -> None:
+        """Show this moment of the work."""
+        ...
 
 
 def moment_of_load(progress: LoadProgress) -> Moment:
@@ -199,6 +201,7 @@ class StagedDisplay:
         self._display.show(moment)
 
     def say(self, line: str) -> None:
+        """Write a line that stays, and end the stage before it."""
         self._end_stage()
         write_line(self._stream, line)
 

@@ -49,6 +49,7 @@ def as_text(table: RenderableType) -> str:
 
 
 def cell(value: object, style: str = "") -> Text:
+    """Return a printable text for a table or a line; markup and control characters in `value` have no effect."""
     return Text(printable(value), style=style)
 
 

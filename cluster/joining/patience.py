@@ -267,6 +267,7 @@ class HeadWatch:
             patience.sleep(LOOK_AGAIN_S)
 
     def close(self) -> None:
+        """Stop watching the head."""
         self._closed.set()
 
     def _look_on(self) -> None:

@@ -312,6 +312,7 @@ def _sum(layers: Sequence[Mapping[str, int]]) -> Counter[str]:
 
 
 def at_rank(values: Sequence[int | None], rank: int) -> int | None:
+    """Return the value of the rank; None when there is none."""
     return values[rank] if rank < len(values) else None
 
 

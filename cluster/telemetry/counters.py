@@ -158,6 +158,7 @@ class AgentSeries:
 
     @property
     def is_here(self) -> bool:
+        """True until the agent has gone."""
         return self.gone_s == math.inf
 
 

@@ -324,6 +324,7 @@ class LoadReport(Jsonable):
 
     @property
     def cached_bytes(self) -> int:
+        """Bytes that nodes had already, in their arenas or on disk."""
         return sum(node.cached_bytes for node in self.nodes)
 
     @property
@@ -355,6 +356,7 @@ class LoadReport(Jsonable):
 
     @property
     def stages(self) -> StageTimes:
+        """Times and bytes of each stage, added up over all ranks."""
         return sum((rank.stages for rank in self.ranks), StageTimes())
 
     @property

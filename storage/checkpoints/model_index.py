@@ -50,6 +50,7 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
+        """Number of bytes of the tensor in its shard."""
         return self.end - self.start
 
 
@@ -76,6 +77,7 @@ class ChunkTable:
         return len(self.shard)
 
     def byte_range(self, chunk: int) -> ByteRange:
+        """Return the half-open byte range of the chunk in its shard."""
         return ByteRange(int(self.start[chunk]), int(self.end[chunk]))
 
     def digest(self, chunk: int) -> bytes | None:
@@ -83,6 +85,7 @@ class ChunkTable:
         return None if self.digests is None else self.digests[chunk].tobytes()
 
     def sizes_bytes(self) -> NDArray[np.int64]:
+        """Sizes of all chunks in bytes, in chunk order."""
         return self.end - self.start
 
     @property

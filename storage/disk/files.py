@@ -222,6 +222,7 @@ class FolderLock:
         os.pwrite(self._file, _CHANGES.pack(self._seen), 0)
 
     def close(self) -> None:
+        """Release the lock."""
         os.close(self._file)
 
     def _changes(self) -> int:

@@ -188,6 +188,7 @@ class DiskTier:
 
     @property
     def budget_bytes(self) -> int:
+        """Most bytes that the tier may hold."""
         return self._index.budget_bytes
 
     @property

@@ -51,6 +51,7 @@ class ByteRange:
 
     @property
     def size_bytes(self) -> int:
+        """Number of bytes in the range."""
         return self.end - self.start
 
     def check_buffer(self, buffer: memoryview) -> None:
