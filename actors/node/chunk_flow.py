@@ -64,9 +64,15 @@ class RankPlace:
     stats: RankStats | None = None  # the last that it reported
 
     def expects(self, hello: RankHello) -> bool:
-        """Return whether the hello is new and its sender may have the rank."""
+        """Return whether the hello is new and its sender may have the rank.
+
+        Two processes have one incarnation after a restart of the coordinator that did not see the first. The one that
+        started later has the rank, or they would take it from each other and fetch everything again each time.
+        """
         if hello.process == self.process and hello.number <= self.number:
             return False
+        if hello.incarnation == self.incarnation and self.process is not None:
+            return hello.process.start_time >= self.process.start_time
         return hello.incarnation >= self.incarnation
 
     def renew(self, update: RankUpdate, now_s: float) -> None:

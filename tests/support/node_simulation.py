@@ -132,7 +132,8 @@ class SimRank:
 
     def __init__(self, node: NodeSimulation, load: SimLoad, rank: int, incarnation: int) -> None:
         self.node, self.load, self.rank, self.incarnation = node, load, rank, incarnation
-        self.process = ProcessId(next(node.pids), 1)
+        number = next(node.pids)
+        self.process = ProcessId(number, start_time=number)
         self.needed = set(load.needs[rank])
         identity = RankIdentity(load.load_id, load.attempt, rank, incarnation, self.process)
         self.state = RankState(identity, len(self.needed), MOST_REQUESTS, itertools.count(1), choose=self._choose)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.node.node_ledger import NodeLedger
-from cluster.errors import ChunkFailed, LoadCancelled, RankLost
+from cluster.errors import ChunkFailed, LoadCancelled, RankLost, RankTaken
 from cluster.fit.needs import min_slots
 from cluster.messages import GroupMember, Orders, RankHello, RankUpdate
 from storage.arena.chunk_cache import ChunkCache
@@ -443,6 +443,22 @@ def test_chunks_of_an_abandoned_rank_move_before_its_slots():
     first.exchange()
     assert isinstance(first.error, LongshoreError)  # it learns that another process has the rank, and releases it
     assert node.cache.stats().quarantined_slots == 0
+
+
+def test_the_later_of_two_processes_of_one_incarnation_has_the_rank():
+    """A coordinator that was restarted may start a process again that it took for dead."""
+    node, (first, _) = node_with(chunks=2)
+    first.exchange(want=2)
+    second = first.load.placements[0] = SimRank(node, first.load, 0, 0)
+    node.ranks.append(second)
+    second.say_hello()
+    assert second.state.joined
+    first.state.joined = False
+    first.say_hello()
+    assert isinstance(first.error, RankTaken)
+    node.settle()
+    assert second.left
+    assert second.error is None
 
 
 def test_a_slot_of_two_equal_chunks_stays_until_both_are_read():
