@@ -35,7 +35,7 @@ from cluster.telemetry.report import NodeReport
 from cluster.telemetry.stats import RankReport, StageTimes
 from longshore.installation import VERSION
 from storage.arena.slots import SlotState
-from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
+from storage.errors import AccessDenied, ArenaBusy, LongshoreError, StoreUnavailable
 from storage.host.memory import MemoryPool
 from storage.host.processes import ProcessId
 from tests.support.node_simulation import CHUNK_BYTES, NodeSimulation, SimLoad, SimModel, SimRank, SimTables
@@ -328,6 +328,8 @@ class SimHosting:
             except (LongshoreError, ValueError):  # (the node is lost)
                 if self.cluster.clock.now_s - self._asked_s > AGENT_GONE_S:
                     self._fail(ClusterLost("the node's agent does not answer"))
+            if not self.rank.load.begun and self.cluster.clock.now_s - self._asked_s > self.cluster.config.slots_wait_s:
+                self._fail(ArenaBusy("other loads hold the arena's slots"))
             await asyncio.sleep(0.2)
         self._act()
 
