@@ -322,16 +322,22 @@ class SimHosting:
         while not (self.rank.load.begun or self.is_over):
             try:
                 await self.cluster.ask("agent_of", self.node.host.node_id)
-                self.node.begin(self.rank.load)
-            except VersionMismatch as error:
+                self._begin_once()
+            except (VersionMismatch, ArenaBusy) as error:
                 self._fail(error)
             except (LongshoreError, ValueError):  # (the node is lost)
                 if self.cluster.clock.now_s - self._asked_s > AGENT_GONE_S:
                     self._fail(ClusterLost("the node's agent does not answer"))
-            if not self.rank.load.begun and self.cluster.clock.now_s - self._asked_s > self.cluster.config.slots_wait_s:
-                self._fail(ArenaBusy("other loads hold the arena's slots"))
             await asyncio.sleep(0.2)
         self._act()
+
+    def _begin_once(self) -> None:
+        load = self.rank.load
+        self.node.begin(load)
+        if load.begun:
+            self._asked_s = self.cluster.clock.now_s
+        elif self.cluster.clock.now_s - self._asked_s > self.cluster.config.slots_wait_s:
+            raise ArenaBusy("other loads hold the arena's slots")
 
     def _act(self) -> None:
         rank, chance = self.rank, self.cluster.clock.chance
@@ -351,10 +357,12 @@ class SimHosting:
             return
         try:
             if not rank.state.joined:
-                self.node.begin(rank.load)
-            elif self.node.agent is not None and self.node.agent.version != VERSION:
+                self._begin_once()
+            else:
+                self._asked_s = self.cluster.clock.now_s
+            if self.node.agent is not None and self.node.agent.version != VERSION:
                 raise VersionMismatch("the node's agent runs another version")
-        except VersionMismatch as error:
+        except (VersionMismatch, ArenaBusy) as error:
             rank._end(error)
             return
         act_once(rank, self.cluster)
