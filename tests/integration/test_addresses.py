@@ -120,8 +120,9 @@ def started_head(folder: Path, python: str = sys.executable, **variables: str) -
             command, env={**environ, **variables}, cwd=folder, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            started = "address file"
-            eventually(lambda: (folder / "ray" / "ray_current_cluster").exists(), started, NODE_START_S)
+            written = folder / "ray" / "ray_current_cluster"
+            eventually(lambda: written.exists() or head.poll() is not None, lambda: _end_of(folder), NODE_START_S)
+            assert written.exists(), _end_of(folder)
             yield f"127.0.0.1:{gcs}", environ
         finally:
             mine = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
@@ -131,6 +132,11 @@ def started_head(folder: Path, python: str = sys.executable, **variables: str) -
             psutil.wait_procs(mine)
             head.wait()
             sweep()
+
+
+def _end_of(folder: Path) -> str:
+    """Return what a head that did not come up has written last."""
+    return f"no head came up: {(folder / 'start.log').read_text()[-2000:]}"
 
 
 def loaded(code: str, model: Path, environ: dict[str, str], folder: Path) -> str:
