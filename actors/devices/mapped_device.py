@@ -154,12 +154,13 @@ class OffloadFolder:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path, 0o700)
                 self._made = True
-            self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with contextlib.suppress(FileNotFoundError):  # the load that was just released has removed its folder
+                self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 self._lock = self._take()
                 return self._lock
-            os.close(self._folder)
-            self._folder = None
+            if self._folder is not None:
+                os.close(self._folder)
+                self._folder = None
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
 
     def _take(self) -> int:

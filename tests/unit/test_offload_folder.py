@@ -198,6 +198,25 @@ def test_a_load_waits_for_the_one_that_is_about_to_end(tmp_path: Path, monkeypat
     assert not path.exists()
 
 
+def test_a_folder_that_goes_before_it_is_opened_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other load removes it between the two calls."""
+    path = tmp_path / "offload"
+    path.mkdir()
+    opened = os.open
+
+    def goes_first(name: str, *args: Any, **options: Any) -> int:
+        monkeypatch.setattr(os, "open", opened)
+        path.rmdir()
+        return opened(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", goes_first)
+    folder = OffloadFolder(str(path), "load 1")
+    folder.open(SIZES)
+    assert names(path) == FILES
+    folder.remove()
+    assert not path.exists()
+
+
 def test_the_locked_file_is_a_new_one_when_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock on a removed file excludes no other process."""
     path = tmp_path / "offload"
