@@ -44,6 +44,7 @@ from storage.errors import (
     ShortRead,
     StoreError,
     StoreUnavailable,
+    Throttled,
     UnsupportedStore,
 )
 from storage.problems import install_hint, without_secrets
@@ -75,8 +76,8 @@ def translated(error: Exception, uri: str, key: str | None) -> StoreError:
         return proxy_refusal(status, **where)
     code = str(getattr(error, "error_code", None) or "")  # set by Azure
     passing = passing_refusal(status if isinstance(status, int) else 0, code)
-    if passing is not None and passing is not StoreUnavailable:  # one with a retry rule of its own
-        return passing("the store requires fewer requests", status=status, **where)
+    if passing is Throttled:
+        return Throttled("the store requires fewer requests", status=status, **where)
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status in (404, 410):
         return ObjectNotFound("no such object", **where)
     if isinstance(error, PermissionError) or status in (401, 403):
@@ -89,7 +90,8 @@ def translated(error: Exception, uri: str, key: str | None) -> StoreError:
     of_client = type(error).__module__.startswith(("aiohttp", "httpx", "httpcore"))
     is_transport = isinstance(error, OSError | EOFError) or (of_client and type(error).__name__ != "HTTPStatusError")
     if is_transport or passing is not None:
-        return StoreUnavailable("the store could not be reached or failed", status=status, **where)
+        kind = passing or StoreUnavailable
+        return kind("the store could not be reached or failed", status=status, **where)
     if isinstance(error, NotImplementedError):
         return StoreError("this kind of store does not support the operation", **where)
     return StoreError("the store refused the request", **where)
