@@ -164,9 +164,7 @@ class AgentWatch:
                 self._adopt(load_id, packed, beat)
         unknown = tuple(dict.fromkeys(load.load_id for load in beat.loads if load.load_id not in self._models))
         if set(unknown) <= set(beat.records):
-            self._reported.add(beat.node_id)
-            async with self._report_came:
-                self._report_came.notify_all()
+            await self._note_report(beat.node_id)
         ended: list[str] = []
         for load_id in dict.fromkeys(load.load_id for load in beat.loads):
             record = self._models.get(load_id)
@@ -192,11 +190,15 @@ class AgentWatch:
         Its ranks end their loads with the same error. Loads of ranks that are stuck end here.
         """
         self._beats.pop(node_id, None)
+        await self._note_report(node_id)
         now_s = time.monotonic()
         if now_s - self._refused.setdefault(node_id, now_s) > self._stuck_after_s:
             for record in list(self._models.values()):
                 if record.life.state is LoadState.LOADING and record.awaits(node_id):
                     await self._end(record, error)
+
+    async def _note_report(self, node_id: str) -> None:
+        """Nothing more is to come from this node that `rebuild` waits for."""
         self._reported.add(node_id)
         async with self._report_came:
             self._report_came.notify_all()

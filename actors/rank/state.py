@@ -7,8 +7,8 @@
 The agent allows a number of requests in flight (`cluster.scheduling.concurrency`). A fetch that pauses before another
 try frees its place and takes one again afterwards.
 
-Readable chunks are placed in the order in which they came. Those that would start too many tensors that are converted
-are held back in their slots until others are complete (`Staging.choose`).
+Readable chunks are placed in the order in which they came. Where tensors are converted, `Staging.choose` orders them,
+and holds back in their slots those that would start too many tensors.
 
 Three rules keep the slots safe. A chunk is reported as placed only when nothing here reads its slot any more. A hello,
 and the last update, follow a drain: then no lease, no copy and no readable chunk is left. An answer counts once, and
