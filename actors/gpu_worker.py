@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -224,6 +225,7 @@ def _raised(error: BaseException) -> Raised:
 
 _LOG = logging.getLogger("longshore.worker")
 CONCURRENCY_GROUPS = {"control": 4, "wait": 8, "call": 1}
+WITHDRAWN_KEPT = 1000  # ids of withdrawn calls
 WATCHES_PER_ORPHANHOOD = 20
 LEFT_ON_GPU_BYTES = 256 << 20  # allowed for workspaces of libraries: half of what a plan leaves free on a GPU
 
@@ -240,6 +242,7 @@ class GpuWorker:
         self._lock = threading.Condition()
         self._load: HostedLoad | None = None
         self._stopped = threading.Event()  # the worker is ending
+        self._withdrawn: OrderedDict[str, None] = OrderedDict()  # ids of calls that must not begin
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     # -- control -----------------------------------------------------------------------------------------------
@@ -296,6 +299,13 @@ class GpuWorker:
         if load is not None:
             load.release()
 
+    def withdraw(self, call_id: str) -> None:
+        """Never begin that call, which may not have come yet. One that runs goes on."""
+        with self._lock:
+            self._withdrawn[call_id] = None
+            if len(self._withdrawn) > WITHDRAWN_KEPT:
+                self._withdrawn.popitem(last=False)
+
     # -- wait --------------------------------------------------------------------------------------------------
 
     def outcome(self, load_id: str) -> RankReport:
@@ -318,8 +328,10 @@ class GpuWorker:
 
     # -- call --------------------------------------------------------------------------------------------------
 
-    def call(self, load_id: str, call: Packed) -> Packed | Raised:
-        """Run a user's function on the tensors. See `run_function`."""
+    def call(self, load_id: str, call: Packed, call_id: str) -> Packed | Raised:
+        """Run a user's function on the tensors. See `run_function`. Raises LoadCancelled for a withdrawn call."""
+        if call_id in self._withdrawn:
+            raise LoadCancelled("nobody waits for this call any more", model=load_id)
         with self._loaded(load_id).shard() as shard:
             return run_function(shard, call)
 

@@ -1,8 +1,8 @@
 """A loaded model, as a client holds it, and calls of functions on its ranks.
 
 A call waits for all ranks at once, with one time limit. The first failure ends the wait, whatever the other ranks do:
-they may wait forever in a collective for the rank that failed. Then Ray is asked to cancel the remaining calls, so that
-a function that has not begun never begins.
+they may wait forever in a collective for the rank that failed. Then Ray is asked to cancel the remaining calls, and
+their workers are asked never to begin them: Ray does not say when a cancellation has reached a worker.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import operator
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 IN_MESSAGE_BYTES = 100_000  # Ray puts larger arguments into its object store, for each call anew
 CAUSE_S = 1.0  # wait after an error for the death of another rank, which may be its cause
+WITHDRAW_S = 1.0  # wait for the workers to have noted that a call must not begin
 
 
 class RankCalls:
@@ -54,8 +56,15 @@ class RankCalls:
                 raise self._timeout("the coordinator has not answered") from error
             return found
 
-    def answers(self, asked: Iterable[tuple[int, Any]], read: Callable[[int, Any], Any] | None = None) -> list[Any]:
+    def answers(
+        self,
+        asked: Iterable[tuple[int, Any]],
+        read: Callable[[int, Any], Any] | None = None,
+        never: Callable[[int], Any] | None = None,
+    ) -> list[Any]:
         """Return the answers to (rank, Ray's reference) in their order, each as `read(rank, answer)` makes it.
+
+        After a failure, `never(rank)` asks the worker of a rank that has not answered never to begin the call.
 
         Raises the first failure: RankLost when a worker died, else what the worker or `read` raised, with its rank.
         CallTimeout names the ranks that have not answered. ClusterLost when the head of the cluster is lost.
@@ -81,6 +90,8 @@ class RankCalls:
         finally:
             for reference in waiting:
                 withdraw(reference)
+            if never is not None and waiting:
+                _wait_for((never(rank) for rank in waiting.values()), WITHDRAW_S)
 
     def _first(self, waiting: dict[Any, int], patience: Patience) -> Any:
         """Wait for an answer and return its reference."""
@@ -168,6 +179,15 @@ def withdraw(reference: Any) -> None:
 
     with contextlib.suppress(Exception):
         ray.cancel(reference, recursive=False)  # tasks that a running function has started go on
+
+
+def _wait_for(asked: Iterable[Any], seconds: float) -> None:
+    """Ask, and wait that long for the answers, whatever they are."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        references = list(asked)
+        ray.wait(references, num_returns=len(references), timeout=seconds)
 
 
 T = TypeVar("T")
@@ -341,8 +361,13 @@ class LoadedModel:
         packed = pack_call(fn, args, kwargs)
         workers = calls.workers()
         sent = share(packed, len(wanted))
-        asked = ((rank, self._method(workers[rank], "call").remote(self.model_id, sent)) for rank in wanted)
-        return calls.answers(asked, result_of)
+        call_id = uuid.uuid4().hex
+        asked = ((rank, self._method(workers[rank], "call").remote(self.model_id, sent, call_id)) for rank in wanted)
+
+        def never(rank: int) -> Any:
+            return self._method(workers[rank], "withdraw", "control").remote(call_id)
+
+        return calls.answers(asked, result_of, never)
 
     def _tensors(
         self, cancelled: threading.Event | None, rank: int, timeout_s: float | None
@@ -364,9 +389,9 @@ class LoadedModel:
 
         return tensors(batches())
 
-    def _method(self, worker: Any, name: str) -> Any:
-        """Return a method of a worker, in the group of calls that run one at a time."""
-        return getattr(worker, name).options(concurrency_group="call")
+    def _method(self, worker: Any, name: str, group: str = "call") -> Any:
+        """Return a method of a worker, in a group of calls. Those of "call" run one at a time."""
+        return getattr(worker, name).options(concurrency_group=group)
 
     def _checked_ranks(self, ranks: Iterable[int] | None) -> list[int]:
         if ranks is None:

@@ -17,7 +17,7 @@ import safetensors
 import torch
 
 from actors.devices.cpu_device import PROCESS_MEMORY
-from actors.gpu_worker import GpuWorker
+from actors.gpu_worker import WITHDRAWN_KEPT, GpuWorker
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.fit.options import parse_device_map
@@ -85,7 +85,7 @@ def job(node: LocalNode, plan: LoadPlan, tmp_path: Path) -> RankJob:
 
 def called(worker: GpuWorker, load_id: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Do what `LoadedModel.call` does, without Ray."""
-    return result_of(0, worker.call(load_id, pack_call(fn, args, kwargs)))
+    return result_of(0, worker.call(load_id, pack_call(fn, args, kwargs), call_id="called"))
 
 
 def copied(worker: GpuWorker, load_id: str, most_bytes: int = 1 << 20) -> dict[str, torch.Tensor]:
@@ -98,6 +98,19 @@ def copied(worker: GpuWorker, load_id: str, most_bytes: int = 1 << 20) -> dict[s
             after = batch.after
 
     return dict(tensors(batches()))
+
+
+def test_a_withdrawn_call_never_begins(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
+    """Also one that comes after its withdrawal."""
+    begun: list[str] = []
+    worker.start(job(node, plan, tmp_path))
+    worker.outcome(LOAD)
+    for number in range(WITHDRAWN_KEPT + 5):
+        worker.withdraw(f"call {number}")
+    with pytest.raises(LoadCancelled):
+        worker.call(LOAD, pack_call(begun.append, (), {}), call_id=f"call {WITHDRAWN_KEPT}")
+    assert called(worker, LOAD, lambda shard: shard.rank) == 0
+    assert len(worker._withdrawn) == WITHDRAWN_KEPT
 
 
 def test_a_worker_loads_answers_copies_and_stops(
