@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +21,7 @@ from storage.stores.s3 import store as s3
 from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES
 from storage.stores.s3.session import MAX_ANSWER_BYTES, MAX_MARKS, check_document
 from storage.stores.s3.store import S3Store
+from tests.support.certificates import make_certificates
 from tests.support.scripted_server import Play, ScriptedServer, answer
 
 if TYPE_CHECKING:
@@ -31,9 +34,15 @@ MIB = 1 << 20
 
 
 @contextmanager
-def store_behind(play: Play) -> Iterator[tuple[S3Store, ScriptedServer]]:
-    server = ScriptedServer(play)
-    ref = StoreRef("s3", "bucket", "", endpoint_url=f"http://127.0.0.1:{server.port}", region="us-east-1")
+def store_behind(play: Play, certificates: tuple[Path, Path] | None = None) -> Iterator[tuple[S3Store, ScriptedServer]]:
+    """`certificates`: (CA, certificate with key) of a server that speaks TLS."""
+    tls, ca_bundle = None, None
+    if certificates is not None:
+        tls, ca_bundle = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), str(certificates[0])
+        tls.load_cert_chain(certificates[1])
+    server = ScriptedServer(play, tls)
+    endpoint_url = f"{'https' if tls else 'http'}://127.0.0.1:{server.port}"
+    ref = StoreRef("s3", "bucket", "", endpoint_url=endpoint_url, region="us-east-1", ca_bundle=ca_bundle)
     with closing(server), closing(S3Store(ref, KEYS, read_timeout_s=READ_S)) as store:
         yield store, server
 
@@ -81,11 +90,11 @@ def entry(key: str = "a", size: str = "5", etag: str = '"v"') -> str:
 
 
 def endless(head: str, piece: bytes) -> Play:
-    """Send gigabytes while the client reads."""
+    """Send far more than is allowed while the client reads, but not all that would fit into this machine's memory."""
 
     def play(sock: socket.socket, _: int) -> None:
         sock.sendall(head.encode())
-        while True:
+        for _ in range(20 * MAX_ANSWER_BYTES // len(piece)):
             sock.sendall(piece)
 
     return play
@@ -225,8 +234,12 @@ def drip(first: bytes, piece: bytes) -> Play:
     ],
     ids=["status", "head", "continue", "body", "chunks"],
 )
-def test_an_answer_that_trickles_ends(first: bytes, piece: bytes) -> None:
-    with answers_end(after_s=1.0), store_behind(drip(first, piece)) as (store, server):
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_an_answer_that_trickles_ends(
+    first: bytes, piece: bytes, tls: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    certificates = make_certificates(tmp_path_factory.mktemp("tls"), "localhost") if tls else None
+    with answers_end(after_s=1.0), store_behind(drip(first, piece), certificates) as (store, server):
         before_s = time.monotonic()
         assert "in time" in refusal(listed(store), StoreUnavailable)
         assert time.monotonic() - before_s >= 0.9
