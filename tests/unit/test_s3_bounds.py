@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import ssl
 import threading
@@ -12,7 +13,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
+from urllib3 import HTTPConnectionPool
 
 from storage.errors import AccessDenied, ObjectNotFound, StoreError, StoreUnavailable
 from storage.store_ref import Credentials, StoreRef
@@ -294,6 +297,20 @@ def test_uploads_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "in time" in refusal(lambda: store.put("key", b"x"), StoreUnavailable)
     with store_behind(endless("HTTP/1.1 200 OK\r\n\r\n", b"x" * MIB)) as (store, _):
         assert "bytes" in refusal(lambda: store.put("key", b"x"), StoreError)
+
+
+def test_a_closed_store_has_no_connection_whoever_refers_to_its_errors() -> None:
+    with store_behind(whole("200 OK", listing(entry()))) as (store, server):
+        list(store.list())
+        assert connections_to(server.port) == 1
+        pools = [found for found in gc.get_objects() if isinstance(found, HTTPConnectionPool)]  # an error may have one
+        store.close()
+        assert connections_to(server.port) == 0
+    assert pools
+
+
+def connections_to(port: int) -> int:
+    return sum(bool(each.raddr) and each.raddr.port == port for each in psutil.Process().net_connections("tcp"))
 
 
 def test_no_thread_is_left() -> None:

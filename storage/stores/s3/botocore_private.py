@@ -96,11 +96,11 @@ def on_refused(client: S3Client, pause_s: Callable[[int, Mapping[str, Any], int]
     events.register(_RETRY_EVENT, decide)
 
 
-def follow_no_redirects(client: S3Client, of: Callable[[str], bool]) -> None:
-    """Stop the client from following redirects of these operations, by marking their one redirect as used."""
+def follow_no_redirects(client: S3Client, operation: str) -> None:
+    """Stop the client from following redirects of that operation, by marking its one redirect as used."""
 
     def mark(model: Any, context: dict[str, Any], **_: Any) -> None:
-        if of(model.name):
+        if model.name == operation:
             context.setdefault("s3_redirect", {})["redirected"] = True
 
     client.meta.events.register(_CALL_EVENT, mark)

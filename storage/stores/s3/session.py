@@ -9,8 +9,7 @@ Reads of weights do not use these clients (`wire`). A refusal's body that is too
 enough.
 
 Redirects. botocore sends HeadBucket to find a bucket's region, and follows redirects of that request too. A server that
-redirects everything would keep it busy until Python's stack overflows. So no redirect of HeadBucket is followed, and
-none at all when an endpoint was given, because then no region changes the place.
+redirects everything would keep it busy until Python's stack overflows. So no redirect of HeadBucket is followed.
 
 Renewal. A client is made again when the store refuses its credentials:
 
@@ -102,11 +101,7 @@ class _BoundedSession:
         request.stream_output = True  # otherwise botocore would read the body
         try:
             response = self._session.send(request)
-            try:
-                body = self._body(request, response)
-            except BaseException:
-                response.raw.close()  # unread bytes would be taken for the next answer
-                raise
+            body = self._body(request, response)
         except Exception as error:
             if watch.limit.ended:
                 raise StoreUnavailable(
@@ -221,11 +216,6 @@ class _Read:
         return body
 
 
-def bound_redirects(client: S3Client, *, own_endpoint: bool) -> None:
-    """Follow no redirect of HeadBucket, and no redirect at all if the client has its own endpoint."""
-    follow_no_redirects(client, lambda operation: own_endpoint or operation == "HeadBucket")
-
-
 _ATTEMPTS = 3  # tries of one request that is not a read; callers retry whole operations
 CLOCK_SLACK_S = 60.0  # a smaller offset is not the reason of a refusal, because stores allow 15 minutes
 
@@ -299,7 +289,7 @@ class S3Sessions:
             )
             credentials = None if ref.anonymous else core.get_credentials()
             _retry_by_our_table(client)
-            bound_redirects(client, own_endpoint=ref.endpoint_url is not None)
+            follow_no_redirects(client, "HeadBucket")
             sign_by_clock(client, credentials, lambda: self._clock_offset_s)
             bound_answers(client, uri=ref.uri, answer_s=self._answer_s)
             return S3Session(client, credentials, ca_bundle)
