@@ -101,9 +101,9 @@ def test_a_killed_cluster_leaves_a_usable_disk_and_no_arena(
         gate.wait_until_held(2, WAIT_S)
         wait_for(folder, RANGES)
         (arena,) = arenas_mapped_by(everything[0].children(recursive=True))
-    assert os.path.exists(arena)
+        assert os.path.exists(arena)
 
-    def swept() -> bool:
+    def swept() -> bool:  # if no agent of another cluster on this machine was first
         sweep()
         return not os.path.exists(arena)
 
