@@ -35,7 +35,7 @@ from actors.shard import RankShard
 from cluster.argument_types import checks_arguments
 from cluster.config import Config, TrustPolicy
 from cluster.errors import AgentEnded, ClusterLost, ConfigError, LoadTimeout
-from cluster.fit.needs import min_slots
+from cluster.fit.needs import host_bytes, min_slots
 from cluster.fit.options import GivenMap, GivenMemory
 from cluster.joining.node_tasks import unwrapped
 from cluster.joining.patience import LOOK_S, Patience, checked_timeout
@@ -183,6 +183,7 @@ def host_rank(
         ),
     )
     shared = pack_shared(plan)
+    facts = rank_facts(plan.cut, plan.chunks.largest_bytes)[rank]
     # One load per rank: what ranks of a node have in common, they share through the arena.
     load_id = f"hosted-{uuid.uuid4().hex[:12]}-{rank}"
     link = _HostedLink(
@@ -206,11 +207,12 @@ def host_rank(
             hedge_factor=config.hedge_factor,
             hedge_after_s=config.hedge_after_s,
             model=model_label(request.uri),
+            host_bytes=host_bytes(facts, device),
             process=ProcessId.current(),
             group=GroupMember(load_id, group, request.uri, plan.revision, ProcessId.current()) if group else None,
         ),
     )
-    link.check_fit(rank_facts(plan.cut, plan.chunks.largest_bytes)[rank], request)
+    link.check_fit(facts, request)
     link.bind_group()
     job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)
     if request.device_map is None:

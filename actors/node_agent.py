@@ -29,7 +29,7 @@ from actors.links import CoordinatorLink
 from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskWriter
 from actors.node.node_ledger import NodeLedger
-from actors.node.node_resources import ArenaFilling, NodeMeter, host_pools, open_arena
+from actors.node.node_resources import ArenaFilling, KeptMemory, NodeMeter, host_pools, open_arena
 from cluster.config import Config
 from cluster.errors import AgentEnded, VersionMismatch
 from cluster.messages import (
@@ -127,7 +127,13 @@ class NodeAgent:
             if coordinator is not None:
                 configure_logs(config.logs)
             self._arena, restored = open_arena(config, arena_path(cluster_id, node_id, directory), directory)
-            cache = ChunkCache(self._arena.slot_count, journal=self._arena, ready_slots=self._arena.ready_slots)
+            cache = ChunkCache(
+                self._arena.slot_count,
+                window_slots=self._arena.window_slots,
+                journal=self._arena,
+                ready_slots=self._arena.ready_slots,
+            )
+            self._kept = KeptMemory(config, self._arena, cache, self._changed)
             self._survivors = Survivors(self._arena.path, self._incarnation, restored=restored)
             leases = cache.restore(self._survivors.left, time.monotonic()) if restored else []
             self._disk = DiskWriter(config, self._arena, cache, self._changed, self._stopped)
@@ -161,11 +167,13 @@ class NodeAgent:
         """Return the node's facts that a plan needs. Raises ArenaTooLarge when this node cannot have its arena."""
         with self._changed:
             arena = self._usable()
+            reclaimable_bytes = self._kept.reclaimable_bytes
         return NodeFacts(
             node_id=self._node_id,
             host=self._host,
             arena_bytes=arena.slot_count * arena.slot_bytes,
-            pools=host_pools(os.path.dirname(arena.path)),
+            window_bytes=arena.window_slots * arena.slot_bytes,
+            pools=host_pools(os.path.dirname(arena.path), reclaimable_bytes=reclaimable_bytes),
             gpus=gpu_memory(),
             version=__version__,
             slot_bytes=arena.slot_bytes,
@@ -184,6 +192,7 @@ class NodeAgent:
         if reserved is not None:
             return reserved
         memory, tables = PeakMemory(), JobTables.of(job)  # without the lock: ranks wait for it
+        self._kept.make_room(job.host_bytes)
         with self._changed:
             self._usable()
             begun = self._ledger.begin(job, time.monotonic(), tables)
@@ -227,6 +236,7 @@ class NodeAgent:
             memory = self._memory.get(load_id) or PeakMemory()
             memory.sample()
             report = self._ledger.report(load_id, self._node_id, self._host)
+            report = replace(report, arena_bytes=self._usable().taken_bytes)
         return replace(report, peak_host_bytes=memory.peak_bytes, baseline_host_bytes=memory.baseline_bytes)
 
     def chunks_now(self, load_id: str) -> NodeView:
@@ -294,6 +304,7 @@ class NodeAgent:
         deadline_s = time.monotonic() + min(update.wait_s, LONGEST_WAIT_S)
         with self._changed:
             self._usable()
+            self._kept.look()
             settled = update.leaving and self._survivors.settles(update.process, update.others)
             orders, others_may_go_on = self._ledger.exchange(update, time.monotonic(), settled=settled)
             if others_may_go_on:
@@ -326,6 +337,8 @@ class NodeAgent:
         while not self._stopped.wait(self._config.heartbeat_s / 2):
             with self._work.turn("the check of deadlines and processes"):
                 self._look_at_processes()
+            with self._work.turn("the check of the host's memory"):
+                self._kept.give_back()
 
     def _look_at_processes(self) -> None:
         with self._changed:
@@ -365,6 +378,8 @@ class NodeAgent:
         """Send one heartbeat. Return the coordinator's answer, or None when there was none."""
         with self._changed:
             beat = self._ledger.beat(self._node_id, self._host, self._incarnation, time.monotonic(), self._asked_for)
+            if self._arena is not None and not self._stopped.is_set():
+                beat = replace(beat, arena=replace(beat.arena, taken_bytes=self._arena.taken_bytes))
         beat = self._meter.complete(beat)
         if not self._told or self._told != self._heard_of:
             beat = replace(beat, settings=self._settings.of_agent())

@@ -101,6 +101,7 @@ class NodeJob:
     again: bool = False  # an agent received this job before, and was restarted
     replaced: bool = False  # a rank's process was replaced before that
     model: str = ""  # label of its metrics (`cluster.telemetry.metrics`)
+    host_bytes: int = 0  # host memory that its ranks will take for tensors
     process: ProcessId | None = None  # process that hosts the rank; the rank ends with it at the latest
     group: GroupMember | None = None  # membership of that process
 
@@ -159,8 +160,9 @@ class JoinReply:
     disk_path: str = ""  # the node's folder of chunks on disk; empty: none
 
 
-DIRECT = -1  # instead of a slot number
-DISK_READ, DISK_UNUSABLE = "read", "unusable"  # results for a chunk that was expected on disk
+DIRECT = NO_SLOT = -1  # instead of a slot number
+# Where a chunk came from, if not simply from the store.
+DISK_READ, DISK_UNUSABLE, ARENA_READ = "disk", "disk_unusable", "arena"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,8 @@ class LeaseOrder:
     slot: int
     deadline_s: float  # seconds from now; a commit after that changes nothing
     on_disk: bytes = b""  # key of the chunk on the node's disk; empty: not there
+    read_slot: int = NO_SLOT  # kept slot with the chunk, held for this lease: read it from there
+    keep_slot: int = NO_SLOT  # kept slot to copy the verified chunk to
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,8 @@ class Commit:
     lease_id: str
     chunk: int
     spans: tuple[Span, ...] = ()  # checksums of a chunk without digest, if the store has one of the object
-    disk: str = ""  # DISK_READ: it came from disk; DISK_UNUSABLE: it came from the store instead
+    source: str = ""  # DISK_READ, ARENA_READ; DISK_UNUSABLE: from the store, as the disk failed; empty: from the store
+    kept: bool = False  # it is in the lease's kept slot too
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +265,12 @@ class NodeFacts:
 
     node_id: str
     host: str
-    arena_bytes: int
-    pools: tuple[MemoryPool, ...]  # pools of its memory, without the untouched pages of arenas
+    arena_bytes: int  # limit of the arena
+    pools: tuple[MemoryPool, ...]  # its memory: what windows of arenas have yet to take is not free, what is kept is
     gpus: tuple[GpuMemory, ...]  # in the order of the driver; empty where unknown
     version: str
     slot_bytes: int = 0  # slot size of its arena; 0: the coordinator's setting
+    window_bytes: int = 0  # of the arena the window, which takes its memory at once
 
 
 @dataclass(frozen=True, slots=True)

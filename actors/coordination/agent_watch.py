@@ -286,6 +286,8 @@ def _status_of(beat: AgentBeat, age_s: float, settings: tuple[SettingStatus, ...
         node=beat.node_id,
         host=beat.host,
         arena_bytes=beat.arena.arena_bytes,
+        window_bytes=beat.arena.window_bytes,
+        arena_taken_bytes=beat.arena.taken_bytes,
         used_bytes=beat.arena.committed_bytes,
         leased_slots=beat.arena.leased_slots,
         quarantined_slots=beat.arena.quarantined_slots,

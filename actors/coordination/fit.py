@@ -39,7 +39,7 @@ from cluster.fit.needs import (
     host_bytes,
     larger_claims,
     misfit_text,
-    planned_arena_bytes,
+    planned_window_bytes,
     room_on,
     room_problems,
 )
@@ -285,7 +285,7 @@ def node_limits(
         (pool.free_bytes - max(reserve_bytes, pool.reserve_bytes) for pool in node.pools),
         default=node.memory_free_bytes - reserve_bytes,
     )
-    left_bytes -= WORKER_BYTES + (0 if node.arena_bytes else planned_arena_bytes(node.shm_free_bytes, config))
+    left_bytes -= WORKER_BYTES + (0 if node.arena_bytes else planned_window_bytes(node.shm_free_bytes, config))
     limits = options.on_node(rooms[gpus - 1 : gpus] * gpus, left_bytes).max_memory
     return () if limits is None else limits
 

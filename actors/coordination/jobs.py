@@ -189,6 +189,7 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         again=(node_id, attempt) in record.begun,
         replaced=any(placement.replaced for placement in placements),
         model=model_label(record.request.uri),
+        host_bytes=sum(record.host_bytes.get(each.rank, 0) for each in placements if each.report is None),
     )
 
 
@@ -197,8 +198,8 @@ def slots_taken(job: NodeJob, host: str, waited_s: float, holders: Sequence[Slot
     others = [str(holder) for holder in holders if holder.load_id != job.load_id]
     return ArenaBusy(
         "the load did not get its arena slots in time: other loads hold them",
-        hint="wait for them, release one (`longshore release`) or end its process, raise LONGSHORE_ARENA_BYTES, or let "
-        "loads wait longer (LONGSHORE_SLOTS_WAIT_S)",
+        hint="wait for them, release one (`longshore release`) or end its process, raise LONGSHORE_WINDOW_BYTES, or "
+        "let loads wait longer (LONGSHORE_SLOTS_WAIT_S)",
         load=job.load_id,
         host=host,
         needed_slots=job.min_slots,

@@ -102,6 +102,7 @@ async def facts_of(
             pools=facts.pools,
             gpus=facts.gpus,
             arena_bytes=facts.arena_bytes,
+            window_bytes=facts.window_bytes,
             slot_bytes=facts.slot_bytes,
         )
         for node_id, facts in zip(node_ids, answers, strict=True)
@@ -123,7 +124,14 @@ async def _with_room(info: NodeInfo) -> NodeInfo:
         facts: NodeFacts = await ask_agent(agent, FACTS_S, f"the agent on {info.host}", "facts")
     except (RayError, TimeoutError, LongshoreError):
         return info  # an agent that is not well is as good as none
-    return replace(info, gpus=facts.gpus, pools=facts.pools, arena_bytes=facts.arena_bytes, slot_bytes=facts.slot_bytes)
+    return replace(
+        info,
+        gpus=facts.gpus,
+        pools=facts.pools,
+        arena_bytes=facts.arena_bytes,
+        window_bytes=facts.window_bytes,
+        slot_bytes=facts.slot_bytes,
+    )
 
 
 async def held_on(node_ids: Iterable[str], keys: bytes) -> dict[str, HeldChunks | str]:

@@ -29,7 +29,17 @@ from numpy.typing import NDArray
 from actors.node.chunk_sources import ChunkSources, LoadMeter, source_of
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
 from cluster.errors import ChunkFailed
-from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob, RankHello, RankUpdate
+from cluster.messages import (
+    DIRECT,
+    DISK_UNUSABLE,
+    NO_SLOT,
+    Commit,
+    FetchFailure,
+    LeaseOrder,
+    NodeJob,
+    RankHello,
+    RankUpdate,
+)
 from cluster.planning.chunk_keys import chunk_key
 from cluster.planning.packed_plan import SharedTables, unpack_shared
 from cluster.scheduling.concurrency import Hedges
@@ -122,6 +132,7 @@ class SecondLeases(Hedges):
 
     def __init__(self, job: NodeJob, cache: ChunkCache, keys: ChunkKeys, queue: LeaseQueue) -> None:
         super().__init__(job.hedge_factor, job.hedge_after_s)
+        self.keep = False  # the chunks are kept, whoever brings them
         self._job, self._cache, self._keys, self._queue = job, cache, keys, queue
 
     def lease(self, place: RankPlace, now_s: float) -> tuple[int, Lease] | None:
@@ -132,7 +143,8 @@ class SecondLeases(Hedges):
         chunk, owner = self.due(now_s), self._job.part
         if chunk is None or place.process is None or not self._cache.shares.may_claim(owner):
             return None
-        lease = self._cache.lease(self._keys[chunk], place.process, now_s + self._job.lease_deadline_s, owner=owner)
+        deadline_s = now_s + self._job.lease_deadline_s
+        lease = self._cache.lease(self._keys[chunk], place.process, deadline_s, owner=owner, keep=self.keep)
         if lease is None:
             self._cache.shares.satisfied(owner)  # a hedge is optional: do not queue for a slot
             return None
@@ -225,15 +237,17 @@ class ChunkFlow:
         self.queue = LeaseQueue(tables.needs)
         self.hedges = SecondLeases(job, cache, self.keys, self.queue)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
+        # The arena keeps chunks that it can keep all, and those that the disk tier has yet to write.
+        self._keep = self.hedges.keep = disk.on or len(self.queue.chunks()) <= cache.kept_slots
         # Chunks bypass the arena when the job asks for it, or when neither arena nor disk could keep them.
-        self.direct = job.placement == "direct" or (
-            job.placement == "auto" and not disk.on and len(self.queue.chunks()) > cache.slot_count
-        )
+        fits = self._keep or len(self.queue.chunks()) <= cache.window_slots
+        self.direct = job.placement == "direct" or (job.placement == "auto" and not fits)
         self._job = job
         self._cache = cache
         self._disk = disk
         self._chunks = self.keys.tables.chunks
         self._cached: dict[int, CachedChunk] = {}  # committed chunks of this load, while a rank needs them
+        self._to_read: dict[int, CachedChunk] = {}  # kept chunks of this load that were not read yet, pinned
         if self.direct:  # no rank may fetch for another one, or the chunk would go through the arena
             for rank in job.ranks:
                 self.queue.assign(rank, self._wanted_alone(rank))
@@ -245,7 +259,10 @@ class ChunkFlow:
     def take_cached(self) -> None:
         """Pin chunks that the arena already has, as far as this load's share allows, before they are evicted."""
         for chunk in self.queue.pending():
-            self._take_from_cache(chunk)
+            if self._take_from_cache(chunk) or (kept := self._cache.kept(self.keys[chunk])) is None:
+                continue
+            self._to_read[chunk] = kept
+            self._cache.pin(kept, self._reader(chunk), owner=self._job.part)
 
     def counters(self) -> LoadCounters:
         """Return what this agent has counted for the load so far. The counters only grow."""
@@ -280,13 +297,14 @@ class ChunkFlow:
                 self.queue.wait_for(chunk, key)  # the same bytes are on their way under another lease
                 continue
             deadline_s = now_s + self._job.lease_deadline_s
-            if chunk in place.direct and not self.queue.failures(chunk):
+            if chunk in place.direct and not self.queue.failures(chunk) and self._cache.kept(key) is None:
                 return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
-            lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.part)
+            lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.part, keep=self._keep)
             if lease is None:
                 return None
-            self.hedges.begun(lease.lease_id, chunk, now_s)
-            return self._order(place, chunk, lease.lease_id, lease.slot)
+            if lease.read is None:
+                self.hedges.begun(lease.lease_id, chunk, now_s)
+            return self._order(place, chunk, lease.lease_id, lease.slot, lease)
         place.short_of = "chunks"
         return None
 
@@ -296,17 +314,26 @@ class ChunkFlow:
         if found is None:
             return None
         chunk, lease = found
-        return self._order(place, chunk, lease.lease_id, lease.slot, may_use_disk=False)
+        return self._order(place, chunk, lease.lease_id, lease.slot, lease, may_use_disk=False)
 
     def _order(
-        self, place: RankPlace, chunk: int, lease_id: str, slot: int, *, may_use_disk: bool = True
+        self,
+        place: RankPlace,
+        chunk: int,
+        lease_id: str,
+        slot: int,
+        lease: Lease | None = None,
+        *,
+        may_use_disk: bool = True,
     ) -> LeaseOrder:
         self.queue.leased(chunk, place.rank)
         self.meter.leases_granted += 1
         place.leases[lease_id] = chunk
         place.short_of = ""
         on_disk = self.keys[chunk] if may_use_disk and self._disk.on_disk(self.keys[chunk]) else b""
-        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk)
+        read = NO_SLOT if lease is None or lease.read is None else lease.read.slot
+        keep = NO_SLOT if lease is None or lease.keep is None else lease.keep.slot
+        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep)
 
     def assign_direct(self, place: RankPlace, chunks: Iterable[int]) -> None:
         """Let the rank receive these chunks in its own memory, except those that other ranks of the node need too."""
@@ -319,7 +346,7 @@ class ChunkFlow:
         return [chunk for chunk in self.queue.outstanding(rank) if self.queue.wanted_by(chunk) == (rank,)]
 
     def _take_from_cache(self, chunk: int) -> bool:
-        cached = self._cache.lookup(self.keys[chunk]) if self.keys[chunk] in self._cache else None
+        cached = self._cache.lookup(self.keys[chunk]) if self._cache.in_window(self.keys[chunk]) else None
         if cached is None:
             return False
         pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
@@ -334,23 +361,26 @@ class ChunkFlow:
     def commit(self, place: RankPlace, commit: Commit, chunk: int, now_s: float) -> None:
         """Commit a chunk that is verified in its slot: pin it, and queue a grant, for every rank that needs it."""
         lease_id, size_bytes = commit.lease_id, self._chunks.byte_range(chunk).size_bytes
-        if commit.disk == DISK_UNUSABLE:
+        if commit.source == DISK_UNUSABLE:
             self._disk.unusable(self.keys[chunk])
         if lease_id.startswith("direct-"):
-            self.sources.fetched(chunk, source_of(lease_id, commit.disk))
+            self.sources.fetched(chunk, source_of(lease_id, commit.source))
             self.queue.committed(chunk)
             self.queue.placed(place.rank, chunk)
             return
         pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
-        answer = self._cache.commit(lease_id, size_bytes, pinners)
+        answer = self._cache.commit(lease_id, size_bytes, pinners, kept=commit.kept)
         self.hedges.ended(lease_id, now_s, brought=answer is Answer.DONE)
         if answer not in (Answer.DONE, Answer.DUPLICATE):
-            self.sources.late(chunk, source_of(lease_id, commit.disk))
+            self.sources.late(chunk, source_of(lease_id, commit.source))
             self.queue.requeue(chunk, None, "", now_s=now_s)
             return
-        self.sources.fetched(chunk, source_of(lease_id, commit.disk))
-        cached = self._cache.lookup(self.keys[chunk]) if answer is Answer.DONE else None
-        if cached is not None:
+        self.sources.fetched(chunk, source_of(lease_id, commit.source))
+        if (kept := self._to_read.pop(chunk, None)) is not None:
+            self._cache.unpin(kept, self._reader(chunk))
+        # Without a pinner the window's slot is free again already, if the chunk is kept.
+        cached = self._cache.lookup(self.keys[chunk]) or self._cache.kept(self.keys[chunk])
+        if answer is Answer.DONE and cached is not None:
             self._readable(chunk, cached)
         elif not self._take_from_cache(chunk):  # a duplicate: ranks read the other copy
             self.queue.requeue(chunk, None, "", now_s=now_s)
@@ -375,7 +405,8 @@ class ChunkFlow:
     def _readable(self, chunk: int, cached: CachedChunk) -> None:
         ranks = self.queue.committed(chunk)
         if self._disk.on and self.keys.lasting(chunk):
-            self._disk.keep(DiskWrite(cached, *self.keys.published(chunk)))
+            kept = self._cache.kept(self.keys[chunk])
+            self._disk.keep(DiskWrite(kept or cached, *self.keys.published(chunk)))
         if ranks:
             self._cached[chunk] = cached
         for rank in ranks:
@@ -447,3 +478,7 @@ class ChunkFlow:
     def _user(self, rank: int, chunk: int) -> tuple[tuple[str, int], int, int]:
         """Return the key under which a rank pins or reads a chunk's slot."""
         return self._job.part, rank, chunk
+
+    def _reader(self, chunk: int) -> tuple[tuple[str, int], str, int]:
+        """Return the key under which the load pins a kept chunk until a rank has read it."""
+        return self._job.part, "kept", chunk

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.messages import DISK_READ, NodeJob, RankHello, RankUpdate
+from cluster.messages import ARENA_READ, DISK_READ, NodeJob, RankHello, RankUpdate
 from cluster.telemetry.stats import SOURCES, LoadCounters, RankStats, StageTimes
 from storage.checkpoints.model_index import ChunkTable
 
@@ -71,8 +71,9 @@ class LoadMeter:
         )
 
 
-STORE, DISK, STORE_DIRECT = "store", "disk", "direct"  # `direct`: past the arena, into a rank's own memory
-METERED = {STORE: "store_via_arena", DISK: "disk", STORE_DIRECT: "store_direct"}  # as reports call them
+# `direct`: past the arena, into a rank's own memory; `arena`: read from a kept slot
+STORE, DISK, STORE_DIRECT, ARENA = "store", "disk", "direct", "arena"
+METERED = {STORE: "store_via_arena", DISK: "disk", STORE_DIRECT: "store_direct", ARENA: "arena"}  # in reports
 
 
 class ChunkSources:
@@ -101,6 +102,9 @@ class ChunkSources:
 
     def fetched(self, chunk: int, source: str) -> None:
         """Note that the chunk was fetched and committed."""
+        if source == ARENA:
+            self.in_arena(chunk)
+            return
         size_bytes = self._chunks.byte_range(chunk).size_bytes
         if chunk in self._store or chunk in self._disk or chunk in self._cached:
             self._refetched_chunks += 1
@@ -129,7 +133,10 @@ class ChunkSources:
         """Note a rank's fetches, even unknown ones: a lease may have ended meanwhile, or a message may be lost."""
         for source, chunks in fetched.items():
             for chunk in chunks:
-                if self._job.again and chunk in self._cached:
+                if source == ARENA:
+                    if chunk not in self._store and chunk not in self._disk:
+                        self._cached.add(chunk)
+                elif self._job.again and chunk in self._cached:
                     self._cached.remove(chunk)  # this load fetched it, before the restart
                     self._add(chunk, source)
                 elif chunk not in self._store and chunk not in self._disk and chunk not in self._cached:
@@ -166,10 +173,12 @@ class ChunkSources:
         return int(self._chunks.sizes_bytes()[sorted(chunks)].sum())
 
 
-def source_of(lease_id: str, disk: str) -> str:
-    """Return the source of a committed chunk; `disk` is as in `Commit`."""
-    if disk == DISK_READ:
+def source_of(lease_id: str, source: str) -> str:
+    """Return the source of a committed chunk; `source` is as in `Commit`."""
+    if source == DISK_READ:
         return DISK
+    if source == ARENA_READ:
+        return ARENA
     return STORE_DIRECT if lease_id.startswith("direct-") else STORE
 
 

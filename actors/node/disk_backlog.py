@@ -191,7 +191,7 @@ class DiskWriter:
 
     def _write(self, tier: DiskTier, write: DiskWrite) -> None:
         try:
-            with self._arena.slot(write.chunk.slot)[: write.chunk.length_bytes] as data:
+            with self._arena.view(write.chunk.slot, write.chunk.length_bytes) as data:
                 hash_name = write.hash_name or OWN_HASH
                 written = tier.write(write.chunk.key, hash_name, write.digest or digest_of(hash_name, data), data)
         finally:

@@ -236,9 +236,12 @@ class NodeLedger:
 
     def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
         """Return the load's stats on this node. Raises ModelNotFound when it is not known here."""
-        arena_bytes = self._cache.slot_count * self._slot_bytes
-        parts = [load.report(node_id, host, arena_bytes) for load in self._known_parts(load_id)]
-        return functools.reduce(NodeReport.plus, parts)
+        parts = [load.report(node_id, host) for load in self._known_parts(load_id)]
+        return replace(
+            functools.reduce(NodeReport.plus, parts),
+            window_bytes=self._cache.window_slots * self._slot_bytes,
+            arena_limit_bytes=self._cache.slot_count * self._slot_bytes,
+        )
 
     def chunks_now(self, load_id: str) -> NodeView:
         """Return the load's shards and each chunk's state on this node. Raises ModelNotFound if it is unknown here."""
@@ -377,6 +380,7 @@ class NodeLedger:
             stats.leased_slots,
             stats.quarantined_slots,
             self._disk.unkept_chunks,
+            self._cache.window_slots * self._slot_bytes,
         )
         records = {load_id: load.record for load_id in asked_for for load in self._parts(load_id)}
         loads = self._loads.values()

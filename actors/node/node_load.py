@@ -106,7 +106,7 @@ class NodeLoad:
         """
         if self._flow.direct:
             return MAX_BATCH
-        return min(MAX_BATCH, max(1, self._cache.slot_count // (2 * len(self.ranks))))
+        return min(MAX_BATCH, max(1, self._cache.window_slots // (2 * len(self.ranks))))
 
     def done(self, rank: int) -> bool:
         """Return whether the rank has placed all that it needs."""
@@ -135,7 +135,7 @@ class NodeLoad:
         tables = self._flow.keys.tables
         return shards_of(tables.shards, tables.chunks), letters_of(len(tables.chunks), self._flow.queue.states())
 
-    def report(self, node_id: str, host: str, arena_bytes: int) -> NodeReport:
+    def report(self, node_id: str, host: str) -> NodeReport:
         """Return this node's stats of the load."""
         flow = self._flow
         needed = flow.queue.chunks()
@@ -153,7 +153,6 @@ class NodeLoad:
             hedges=flow.hedges.count,
             hedges_won=flow.hedges.won,
             objects=self._checks.report(),
-            arena_bytes=arena_bytes,
         )
 
     # -- ranks come and go -------------------------------------------------------------------------------------
@@ -231,7 +230,7 @@ class NodeLoad:
                 self._cache.abandon(lease_id)
                 if lease_id in commits:
                     late = commits[lease_id]
-                    self._flow.sources.late(late.chunk, source_of(lease_id, late.disk))
+                    self._flow.sources.late(late.chunk, source_of(lease_id, late.source))
                 continue
             ended.add(self._flow.keys[chunk])
             if lease_id in failures:

@@ -1,14 +1,17 @@
 """The host's resources that a node agent uses: the arena's shared memory, the memory pools, and the GPUs' memory.
 
-Opens the arena and fills its slots, and measures the memory that a plan and the heartbeat need to know.
+Opens the arena, fills its window, gives memory of kept chunks back, and measures the memory that a plan and the
+heartbeat need to know.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -18,7 +21,15 @@ from cluster.config import Config
 from cluster.messages import AgentBeat, RankBeat
 from cluster.telemetry.stats import NodeMemory
 from storage.arena.arena import Arena
-from storage.arena.arena_files import check_room, default_arena_bytes, one_at_a_time, sweep, untouched_bytes
+from storage.arena.arena_files import (
+    check_room,
+    default_arena_bytes,
+    one_at_a_time,
+    sweep,
+    untouched_bytes,
+    window_slots,
+)
+from storage.arena.chunk_cache import ChunkCache
 from storage.errors import ArenaCorrupt, ArenaTooSmall, LongshoreError
 from storage.host.memory import (
     GpuMemory,
@@ -29,6 +40,7 @@ from storage.host.memory import (
     memory_pools,
     own_bytes,
 )
+from storage.host.processes import ProcessId
 
 # The most that an arena must leave free. The settings may ask for a larger reserve than the host has.
 LEFT_BYTES = 512 << 20
@@ -58,6 +70,7 @@ def _new_arena(config: Config, path: str, directory: str) -> Arena:
         available_bytes=available_host_bytes() - promised,
     )
     slot_count = size_bytes // config.slot_bytes
+    window = window_slots(slot_count * config.slot_bytes, config.window_bytes, slot_bytes=config.slot_bytes)
     if slot_count < 1:
         raise ArenaTooSmall(
             "the arena would not have a single slot",
@@ -66,8 +79,8 @@ def _new_arena(config: Config, path: str, directory: str) -> Arena:
             slot_bytes=config.slot_bytes,
         )
     reserve = min(config.host_reserve_bytes, LEFT_BYTES)
-    check_room(directory, slot_count * config.slot_bytes, promised_bytes=promised, reserve_bytes=reserve)
-    return Arena.create(path, slot_count=slot_count, slot_bytes=config.slot_bytes)
+    check_room(directory, window * config.slot_bytes, promised_bytes=promised, reserve_bytes=reserve)
+    return Arena.create(path, slot_count=slot_count, slot_bytes=config.slot_bytes, window_slots=window)
 
 
 def room_for_slots(config: Config) -> Callable[[], bool]:
@@ -80,10 +93,13 @@ def room_for_slots(config: Config) -> Callable[[], bool]:
     return lambda: bool(next(asked) % LOOK_EVERY_SLOTS) or available_host_bytes() > left_bytes
 
 
-def host_pools(directory: str, environ: Mapping[str, str] = os.environ) -> tuple[MemoryPool, ...]:
+def host_pools(
+    directory: str, environ: Mapping[str, str] = os.environ, reclaimable_bytes: int = 0
+) -> tuple[MemoryPool, ...]:
     """Return the memory pools that this node's memory comes from.
 
-    Memory that its arenas have yet to take is not counted as free. Memory above Ray's kill threshold is a reserve.
+    Memory that windows of arenas have yet to take is not counted as free. `reclaimable_bytes` is: kept chunks give it
+    back when a load needs it. Memory above Ray's kill threshold is a reserve.
     Arenas abandoned since this agent began are swept. They belong to a node that was declared dead and came back under
     another id.
     """
@@ -92,7 +108,7 @@ def host_pools(directory: str, environ: Mapping[str, str] = os.environ) -> tuple
     return tuple(
         replace(
             pool,
-            free_bytes=max(0, pool.free_bytes - promised),
+            free_bytes=max(0, pool.free_bytes - promised + reclaimable_bytes),
             reserve_bytes=pool.total_bytes - int(pool.total_bytes * share),
         )
         for pool in memory_pools()
@@ -155,11 +171,90 @@ def _with_memory(rank: RankBeat) -> RankBeat:
     return replace(rank, own_bytes=own_bytes(rank.pid)) if rank.pid else rank
 
 
+ROOM_EVERY_S = 0.05  # measuring takes about 0.1 ms
+ROOM_MARGIN_BYTES = 64 << 20  # kept chunks take memory down to this above the floor, and give it back below the floor
+LEFT_IN_SHM = 1 / 32  # of its file system: others would get a SIGBUS for a page that they cannot have
+
+
+class KeptMemory:
+    """The memory of kept chunks: it grows while the host has some to spare, and is given back when it has not."""
+
+    def __init__(self, config: Config, arena: Arena, cache: ChunkCache, lock: threading.Condition) -> None:
+        """`lock` is the agent's, around the cache."""
+        self._config = config
+        self._arena = arena
+        self._cache = cache
+        self._lock = lock
+        self._directory = os.path.dirname(arena.path)
+        self._left_above = ray_kills_above(os.environ)
+        info = os.statvfs(self._directory)
+        self._left_in_shm_bytes = int(info.f_blocks * info.f_frsize * LEFT_IN_SHM)
+        self._margin_bytes = min(ROOM_MARGIN_BYTES, self._left_in_shm_bytes)
+        self._measured_s = -math.inf
+        self._used = (0, 0)
+        self._used_s = time.monotonic()
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """Return the memory that can be given back now. Call it under the lock."""
+        kept_bytes = self._arena.taken_bytes - self._arena.window_slots * self._arena.slot_bytes
+        return max(0, min(kept_bytes, self._cache.reclaimable_slots * self._arena.slot_bytes))
+
+    def look(self) -> None:
+        """Set whether kept chunks may take more memory. Call it under the lock, as often as you like."""
+        now_s = time.monotonic()
+        if now_s - self._measured_s >= ROOM_EVERY_S:
+            self._measured_s = now_s
+            self._cache.may_grow = self._spare_bytes() > self._margin_bytes
+
+    def give_back(self) -> None:
+        """Give memory back if the host lacks some, or nobody used a kept chunk for `cache_idle_s`. Takes the lock."""
+        if self._spare_bytes() < 0:
+            self._shrink(lambda: self._spare_bytes() > self._margin_bytes)
+        with self._lock:
+            stats = self._cache.stats()
+        used, now_s = (stats.hits, stats.committed), time.monotonic()
+        if used != self._used:
+            self._used, self._used_s = used, now_s
+        elif self._config.cache_idle_s and now_s - self._used_s > self._config.cache_idle_s:
+            self._shrink(lambda: False)
+
+    def make_room(self, host_bytes: int) -> None:
+        """Give back so much that tensors of `host_bytes` find memory beside it. Takes the lock."""
+        if host_bytes:
+            self._shrink(lambda: self._spare_bytes() >= host_bytes)
+
+    def _shrink(self, enough: Callable[[], bool]) -> None:
+        while not enough():
+            with self._lock:
+                lease = self._cache.shrink(ProcessId.current())
+            if lease is None:
+                return
+            self._arena.give_back(lease.slot)  # without the lock: it takes a millisecond
+            with self._lock:
+                self._cache.shrunk(lease)
+
+    def _spare_bytes(self) -> int:
+        """Return the memory that can be taken before a floor is reached: the host's, Ray's or the file system's."""
+        floor_bytes = min(self._config.host_reserve_bytes, LEFT_BYTES)
+        try:
+            spare = [
+                pool.free_bytes - max(floor_bytes, int(pool.total_bytes * (1 - self._left_above)))
+                for pool in memory_pools()
+            ]
+            return min(*spare, free_bytes(self._directory) - self._left_in_shm_bytes)
+        except OSError:
+            return 0  # nobody knows: keep nothing more, and give nothing back
+
+
 LOOK_S = 0.01
 
 
 class ArenaFilling:
-    """The threads that give each slot its memory. They end when all have it, or with `error` when the host runs out."""
+    """The threads that give each slot of the window its memory.
+
+    They end when all have it, or with `error` when the host runs out.
+    """
 
     def __init__(
         self, config: Config, arena: Arena, ledger: NodeLedger, lock: threading.Condition, stopped: threading.Event
@@ -185,7 +280,7 @@ class ArenaFilling:
     def announce_ready(self) -> None:
         """Notify the ledger of slots as they get their memory. The thread has this method's name."""
         announced = -1
-        while not self._stopped.is_set() and announced < self._arena.slot_count and self.error is None:
+        while not self._stopped.is_set() and announced < self._arena.window_slots and self.error is None:
             ready = self._arena.ready_slots
             if ready != announced:
                 announced = ready

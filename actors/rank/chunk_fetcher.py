@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 
 from actors.rank.state import FetchedChunk
 from cluster.errors import empty_frames
-from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
+from cluster.messages import ARENA_READ, DISK_READ, DISK_UNUSABLE, NO_SLOT, Commit, FetchFailure, LeaseOrder
 from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.retry import Fail, cause_of, decide
 from cluster.telemetry.logs import LogFields
 from cluster.telemetry.report import StageTimes
+from storage.arena.arena import Arena
 from storage.checksum import Hasher, Span, SpanHasher, new_hasher
 from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, IntegrityError, LongshoreError, ReadEnded
@@ -42,6 +43,8 @@ class StageClock:
     wait_s: float = 0.0
     disk_s: float = 0.0  # reading and checking chunks on the node's disk
     disk_bytes: int = 0
+    cache_s: float = 0.0  # copying chunks to kept slots of the arena, and from there
+    cache_bytes: int = 0
 
 
 class ChunkRead:
@@ -180,6 +183,7 @@ class ChunkFetcher:
         self._about = about or LogFields()
         self._clocks: list[StageClock] = []
         self._disk: DiskReader | None = None
+        self._arena: Arena | None = None
         # Waits for another try: (cause, seconds, a part has arrived). May return early.
         self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, arrived: time.sleep(delay_s)
         # Whether no further try may start: (lease id, a part has arrived).
@@ -215,8 +219,30 @@ class ChunkFetcher:
             with contextlib.suppress(DiskTierError):  # then they come from the store
                 self._disk = DiskReader(path)
 
+    def use_arena(self, arena: Arena | None) -> None:
+        """Copy chunks to and from the kept slots of this arena. Call it while nothing is fetched."""
+        self._arena = arena
+
     def fetch(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> FetchedChunk:
         """Fill `parts`, which together have the chunk's size. Errors of a store or a disk are in the result."""
+        if lease.read_slot != NO_SLOT and self._arena is not None:
+            begun_s = time.monotonic()
+            self._arena.read(lease.read_slot, parts)
+            self._copied(parts, begun_s, clock)
+            return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, source=ARENA_READ))
+        fetched = self._fetch_anew(lease, parts, clock)
+        if fetched.commit is None or lease.keep_slot == NO_SLOT or self._arena is None:
+            return fetched
+        begun_s = time.monotonic()
+        kept = all([self._arena.keep(lease.keep_slot, part) for part in parts])  # it is one part, a slot
+        self._copied(parts, begun_s, clock)
+        return replace(fetched, commit=replace(fetched.commit, kept=kept))
+
+    def _copied(self, parts: Sequence[memoryview], begun_s: float, clock: StageClock) -> None:
+        clock.cache_s += time.monotonic() - begun_s
+        clock.cache_bytes += sum(len(part) for part in parts)
+
+    def _fetch_anew(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> FetchedChunk:
         give_up_s = time.monotonic() + lease.deadline_s
         disk = self._from_disk(lease, parts, clock)
         if disk == DISK_READ:
@@ -311,4 +337,6 @@ class ChunkFetcher:
             wait_chunk_s=place.wait_s,
             disk_s=sum(clock.disk_s for clock in clocks),
             disk_bytes=sum(clock.disk_bytes for clock in clocks),
+            cache_s=sum(clock.cache_s for clock in clocks),
+            cache_bytes=sum(clock.cache_bytes for clock in clocks),
         )

@@ -334,6 +334,7 @@ class RankLoader:
         if self._arena is None or self._arena.epoch != reply.arena_epoch:
             self._close_arena()
             self._arena = PROCESS_ARENAS.open(reply.arena_path, reply.arena_epoch)
+            self._fetcher.use_arena(self._arena)
             self._device.attach_arena(self._arena.data())
 
     def _exchange_loop(self) -> None:
@@ -420,6 +421,7 @@ class RankLoader:
 
     def _close_arena(self) -> None:
         arena, self._arena = self._arena, None
+        self._fetcher.use_arena(None)
         if arena is not None:
             self._device.detach_arena()
             PROCESS_ARENAS.close(arena)

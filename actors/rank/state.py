@@ -227,7 +227,7 @@ class RankState:
             self.held_until_s = now_s + HOLD_S
         commit = result.commit
         if commit is not None:
-            self.sources[commit.chunk] = source_of(commit.lease_id, commit.disk)
+            self.sources[commit.chunk] = source_of(commit.lease_id, commit.source)
             self.results.requests.append((size_bytes, fetch_s, now_s))
             if placed_bytes:
                 self._place_fetched(commit.chunk, placed_bytes)

@@ -408,4 +408,4 @@ def _config(model_bytes: int) -> Config:
     if config.arena_bytes:
         return config
     # Chunks end at tensors and rows, so slots are not all full; a few more are for what is in flight.
-    return Config.from_env(arena_bytes=model_bytes * 5 // 4 + (256 << 20))
+    return Config.from_env(arena_bytes=model_bytes * 5 // 4 + (768 << 20))

@@ -106,13 +106,25 @@ def status_table(status: ClusterStatus) -> RenderableType:
         ],
     )
     nodes = table_of(
-        ("node", "host", "arena >", "used >", "leased >", "quarantined >", "disk >", "not on disk >", "heard >"),
+        (
+            "node",
+            "host",
+            "window >",
+            "kept >",
+            "limit >",
+            "leased >",
+            "quarantined >",
+            "disk >",
+            "not on disk >",
+            "heard >",
+        ),
         [
             (
                 node.node[:12],
                 node.host,
-                show_bytes(node.arena_bytes),
+                show_bytes(node.window_bytes),
                 show_bytes(node.used_bytes),
+                show_bytes(node.arena_bytes),
                 node.leased_slots,
                 node.quarantined_slots,
                 _disk(node),
@@ -501,9 +513,14 @@ def _beside(plan: PlanSummary) -> Iterator[tuple[str, object]]:
     staging = max((rank.staging_bytes for rank in plan.ranks), default=0)
     if staging:
         yield "beside it, while converting", f"{show_bytes(staging)} per rank, and what is in flight"
+    windows = {node.window_bytes for node in plan.nodes}
+    yield (
+        "host arena, window per node",
+        ", ".join(show_bytes(size) if size else "0.54 GB, or what a small /dev/shm allows" for size in windows),
+    )
     arenas = {node.arena_bytes for node in plan.nodes}
     sizes = ", ".join(show_bytes(size) if size else "a quarter of free /dev/shm, 8.59 GB at most" for size in arenas)
-    yield "host arena, per node", sizes
+    yield "with chunks that it keeps, at most", sizes
 
 
 def _devices_table(plan: PlanSummary) -> RenderableType:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.config import Config
-from cluster.fit.needs import min_slots, planned_arena_bytes
+from cluster.fit.needs import min_slots, planned_arena_bytes, planned_window_bytes
 from cluster.units import show_bytes
 from longshore.installation import probe
 from storage.arena.arena_files import SHM_DIRECTORY, sweep
@@ -93,19 +93,22 @@ def check_arena(config: Config, directory: str = SHM_DIRECTORY) -> Iterator[Chec
     room = free if available is None else min(free, available)
     detail = f"{show_bytes(free)} free in {directory}"
     enlarge = "enlarge it: docker --shm-size=8g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
-    if config.arena_bytes > room:
+    arena, window = planned_arena_bytes(room, config), planned_window_bytes(room, config)
+    if window > room:
         yield Check(
             "/dev/shm",
             "fail",
-            f"{detail}, the arena is set to {show_bytes(config.arena_bytes)}",
-            f"set LONGSHORE_ARENA_BYTES to less than {room}, or {enlarge}",
+            f"{detail}, the arena's window takes {show_bytes(window)}",
+            f"set LONGSHORE_WINDOW_BYTES or LONGSHORE_ARENA_BYTES to less than {room}, or {enlarge}",
         )
         return
-    arena = planned_arena_bytes(room, config)
-    slots = arena // config.slot_bytes
-    detail += f", arena {show_bytes(arena)}: {slots} slots of {show_bytes(config.slot_bytes)}"
+    slots = window // config.slot_bytes
+    detail += f", arena up to {show_bytes(arena)}, window {slots} slots of {show_bytes(config.slot_bytes)}"
     if slots < min_slots(1):
         yield Check("/dev/shm", "fail", f"{detail}, too few for one rank", enlarge)
+    elif arena > room:
+        hint = f"set LONGSHORE_ARENA_BYTES to less than {room}, or {enlarge}"
+        yield Check("/dev/shm", "warn", f"{detail}; it will keep fewer chunks than that, for lack of memory", hint)
     elif slots < min_slots(config.cpu_ranks_per_node):
         yield Check("/dev/shm", "warn", f"{detail}, too few for {config.cpu_ranks_per_node} ranks at once", enlarge)
     else:

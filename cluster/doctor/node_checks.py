@@ -5,7 +5,6 @@ on_every_node --look_at_node, clock_now, bandwidth_here--> judge_* --> Check
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import subprocess
@@ -25,7 +24,7 @@ from cluster.joining.node_tasks import Node, on_every_node, why_no_answer
 from cluster.node_settings import node_environment
 from cluster.request import StoreOptions
 from cluster.units import show_bytes, show_rate
-from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY
+from storage.arena.arena_files import taken_bytes
 from storage.errors import LongshoreError
 from storage.host.memory import gpu_driver, gpu_memory
 from storage.stores.open_store import open_store
@@ -43,7 +42,7 @@ class NodeLook:
     nccl: str
     torch_gpus: int | None  # GPUs that torch finds; None: not checked without a driver
     niceness: int  # niceness of Ray's workers, taken from this task's process
-    arena_bytes: int  # bytes of existing arenas of a running cluster
+    arena_bytes: int  # memory that arenas of a running cluster take
     shm: Check  # if an arena fits, when there is none yet
     settings: tuple[Check, ...]  # in the environment in which the node was started
     store: tuple[Check, ...]  # empty: no URI was given
@@ -65,7 +64,7 @@ def look_at_node(uri: str | None, store_args: dict[str, Any]) -> NodeLook:
         nccl=str(asked["nccl"]) if asked else _nccl_package(),
         torch_gpus=len(asked["devices"]) if asked else None,
         niceness=os.getpriority(os.PRIO_PROCESS, 0),
-        arena_bytes=sum(os.path.getsize(path) for path in glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")),
+        arena_bytes=taken_bytes(),
         shm=shm,
         settings=settings,
         store=_outcome("store", lambda: check_store(uri, store_args)) if uri is not None else (),

@@ -10,7 +10,8 @@ GPUs of it so that each has room.
 
 On hosts, memory that other loads were promised and have not taken yet counts as used:
 
-    need of a node = tensors of its CPU ranks, less memory that reused workers keep + processes to start + a new arena
+    need of a node = tensors of its CPU ranks, less memory that reused workers keep + processes to start + the window of
+                     a new arena
     claim          = the same for a load that is still running, less what it has placed
     of each pool   the needs of all nodes that take from it, and all claims on it, fit beyond the reserve
 
@@ -32,7 +33,7 @@ from cluster.fit.options import FitOptions
 from cluster.planning.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo, ranks_by_node
 from cluster.units import show_bytes, show_some
-from storage.arena.arena_files import default_arena_bytes
+from storage.arena.arena_files import default_arena_bytes, window_slots
 from storage.host.memory import GpuMemory, MemoryPool
 
 _SHOWN_RANKS = 8
@@ -117,12 +118,12 @@ class NodeNeed:
     ranks: int
     tensor_bytes: int  # bytes of its CPU ranks
     workers: int = 0  # processes that are not started yet
-    arena_bytes: int = 0  # bytes of an arena that does not exist yet
+    window_bytes: int = 0  # window of an arena that does not exist yet
 
     def less(self, kept_bytes: int) -> int:
         """Return the bytes still to be taken, if reused workers keep `kept_bytes` for the tensors."""
         tensor_bytes = max(0, self.tensor_bytes - kept_bytes)
-        return tensor_bytes + self.workers * WORKER_BYTES + self.arena_bytes
+        return tensor_bytes + self.workers * WORKER_BYTES + self.window_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +180,12 @@ def _pools(node: NodeInfo, index: int) -> tuple[MemoryPool, ...]:
 
 def _shortage(hosts: str, needs: Sequence[NodeNeed], need: int, have: int) -> str:
     ranks, workers = sum(each.ranks for each in needs), sum(each.workers for each in needs)
-    tensor_bytes, arena_bytes = sum(each.tensor_bytes for each in needs), sum(each.arena_bytes for each in needs)
+    tensor_bytes, window_bytes = sum(each.tensor_bytes for each in needs), sum(each.window_bytes for each in needs)
     processes = f", {show_bytes(workers * WORKER_BYTES)} for {workers} new processes" if workers else ""
     return (
         f"{hosts}: needs {show_bytes(need)} of host memory ({show_bytes(tensor_bytes)} for {ranks} ranks, "
-        f"{show_bytes(arena_bytes)} for the arena{processes}), has {show_bytes(max(have, 0))} beyond the reserve"
+        f"{show_bytes(window_bytes)} for the arena's window{processes}), has {show_bytes(max(have, 0))} beyond the "
+        "reserve"
     )
 
 
@@ -212,6 +214,13 @@ def planned_arena_bytes(shm_free_bytes: int, config: Config) -> int:
     if config.arena_bytes:
         return config.arena_bytes // config.slot_bytes * config.slot_bytes
     return default_arena_bytes(shm_free_bytes, slot_bytes=config.slot_bytes)
+
+
+def planned_window_bytes(shm_free_bytes: int, config: Config) -> int:
+    """Return the bytes of a new arena's window in whole slots, which it takes at once; 0 for no arena."""
+    arena_bytes = planned_arena_bytes(shm_free_bytes, config)
+    slots = window_slots(arena_bytes, config.window_bytes, slot_bytes=config.slot_bytes) if arena_bytes else 0
+    return slots * config.slot_bytes
 
 
 class PlannedRanks(Protocol):
@@ -253,7 +262,8 @@ def check_fit(
 
     `rank_nodes[i]` is the index into `nodes` of rank i; a mapping has only new ranks. `device` is "cuda" or "cpu".
     The host memory of ranks counts against their host. Their GPU memory counts against the GPUs of their node, unless
-    the memory of those is not known. A new arena counts against its host and /dev/shm, and must have `min_slots` slots.
+    the memory of those is not known. The window of a new arena counts against its host and /dev/shm, and must have
+    `min_slots` slots. Chunks that an arena keeps count as free: it gives their memory back when it is needed.
     `claims` are promises to other loads. `new_workers` are ranks whose processes are not started yet. `options` has the
     memory that must stay free.
     """
@@ -263,25 +273,28 @@ def check_fit(
     needs: dict[int, NodeNeed] = {}
     for index, ranks in ranks_by_node(rank_nodes).items():
         node = nodes[index]
-        arena_bytes = node.arena_bytes or planned_arena_bytes(node.shm_free_bytes, config)
+        window_bytes = node.window_bytes or planned_window_bytes(node.shm_free_bytes, config)
         slot_bytes = node.slot_bytes or config.slot_bytes
-        slots, need_slots = arena_bytes // slot_bytes, min_slots(len(ranks))
+        slots, need_slots = window_bytes // slot_bytes, min_slots(len(ranks))
         if slots < need_slots:
             problems.append(
                 f"{node.host}: {len(ranks)} ranks need {need_slots} arena slots "
-                f"of {show_bytes(slot_bytes)}, the arena has {slots}"
+                f"of {show_bytes(slot_bytes)}, its window has {slots}"
             )
-            hints.append("Raise LONGSHORE_ARENA_BYTES (and the container's /dev/shm) or lower LONGSHORE_SLOT_BYTES")
-        new_arena_bytes = 0 if node.arena_bytes else arena_bytes
-        if new_arena_bytes > node.shm_free_bytes:
+            hints.append(
+                "Raise LONGSHORE_WINDOW_BYTES, LONGSHORE_ARENA_BYTES and the container's /dev/shm, or lower "
+                "LONGSHORE_SLOT_BYTES"
+            )
+        new_window_bytes = 0 if node.arena_bytes else window_bytes
+        if new_window_bytes > node.shm_free_bytes:
             problems.append(
-                f"{node.host}: the arena needs {show_bytes(new_arena_bytes)} of /dev/shm, "
+                f"{node.host}: the arena's window needs {show_bytes(new_window_bytes)} of /dev/shm, "
                 f"{show_bytes(node.shm_free_bytes)} are free"
             )
             hints.append("Enlarge /dev/shm (docker --shm-size, in Kubernetes an emptyDir in memory there)")
         tensor_bytes = sum(host_bytes(plan.ranks[rank], device) for rank in ranks)
         starting = sum(rank in new_workers for rank in ranks)
-        needs[index] = NodeNeed(len(ranks), tensor_bytes, starting, new_arena_bytes)
+        needs[index] = NodeNeed(len(ranks), tensor_bytes, starting, new_window_bytes)
         rooms = [room_on(gpu, options, config) for gpu in node.gpus]
         on_gpus = {(rank, gpu): size for rank in ranks for gpu, size in gpu_bytes(plan.ranks[rank], device).items()}
         if problem := device_problem(node.host, on_gpus, rooms):
@@ -295,7 +308,7 @@ def check_fit(
         if device == "cpu" and (options.reserve_bytes or 0) >= config.host_reserve_bytes > 0:
             kept = show_bytes(config.host_reserve_bytes)
             hints.append(f"The reserve is reserve_bytes={options.reserve_bytes} ({kept} of each host): lower it")
-        hints.append("Spread the model over more nodes, release another one, or use a smaller arena")
+        hints.append("Spread the model over more nodes, release another one, or use a smaller LONGSHORE_WINDOW_BYTES")
     if not problems:
         return None
     more = len(problems) - SHOWN

@@ -198,8 +198,10 @@ class NodeSummary:
     store_bytes: int = 0
     cached_bytes: int = 0  # in the node's arena
     disk_bytes: int = 0
-    # size of its arena, as it is or as set; 0: a quarter of the free space of /dev/shm, at most 8 GiB
+    # Limit of its arena, as it is or as set. 0: a quarter of the free space of /dev/shm, at most 8 GiB. Beyond its
+    # window it takes memory only for chunks that it keeps, while the host has some to spare.
     arena_bytes: int = 0
+    window_bytes: int = 0  # of that, taken at once. 0: 512 MiB, or all of an arena up to 1 GiB
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,14 +88,17 @@ class ClusterView:
     rank_nodes: tuple[int, ...]
     node_names: tuple[str, ...]  # by node index; ranks may be on nodes beyond them, which the cluster has not got yet
     held: Mapping[int, HeldChunks]  # by node index
-    arena_bytes: Mapping[str, int]  # by node name, of agents that have one
+    arenas: Mapping[str, tuple[int, int]]  # by node name, of agents that have one: (limit, window) in bytes
     resident: ModelStatus | None  # the READY model that a load would be given
     notes: tuple[str, ...]
 
     def summarize(self, plan: LoadPlan, signed_by: str) -> PlanSummary:
         """Return the summary of `plan` in that cluster. A resident model reads nothing."""
         summary = summarize_plan(plan, self.rank_nodes, self.node_names, signed_by=signed_by, held=self.held)
-        nodes = tuple(replace(node, arena_bytes=self.arena_bytes.get(node.node, 0)) for node in summary.nodes)
+        sizes = {node.node: self.arenas.get(node.node, (0, 0)) for node in summary.nodes}
+        nodes = tuple(
+            replace(node, arena_bytes=sizes[node.node][0], window_bytes=sizes[node.node][1]) for node in summary.nodes
+        )
         if self.resident is not None:
             nodes = tuple(replace(node, store_bytes=0, cached_bytes=0, disk_bytes=0) for node in nodes)
         resident = "" if self.resident is None else self.resident.progress.model_id
@@ -130,7 +133,7 @@ class AskedCluster:
             rank_nodes=placements,
             node_names=names,
             held={index: held for index, held in answers.items() if isinstance(held, HeldChunks)},
-            arena_bytes={names[index]: infos[index].arena_bytes for index in there},
+            arenas={names[index]: (infos[index].arena_bytes, infos[index].window_bytes) for index in there},
             resident=found.resident,
             notes=_notes({names[index]: held for index, held in answers.items()}, len(set(placements)) - len(there)),
         )
@@ -474,7 +477,14 @@ def _summarize(
         summary = summarize_plan(load_plan, placements, signed_by=index.signed_by)
     return replace(
         summary,
-        nodes=tuple(replace(node, arena_bytes=node.arena_bytes or config.arena_bytes) for node in summary.nodes),
+        nodes=tuple(
+            replace(
+                node,
+                arena_bytes=node.arena_bytes or config.arena_bytes,
+                window_bytes=node.window_bytes or config.window_bytes,
+            )
+            for node in summary.nodes
+        ),
         fit=fit,
         of_rank=() if rank is None else tensors_of(load_plan, rank, rules_for(stored, parse_rules(taken.layout_rules))),
         layers=layer_table(load_plan.cut),

@@ -31,7 +31,8 @@ class NodeInfo:
     shm_free_bytes: int = 0  # of /dev/shm
     alive: bool = True
     gpus: tuple[GpuMemory, ...] = ()  # all its GPUs; empty: their memory is not known
-    arena_bytes: int = 0  # of the arena that its agent already has; 0: none yet
+    arena_bytes: int = 0  # limit of the arena that its agent already has; 0: none yet
+    window_bytes: int = 0  # of that the window
     slot_bytes: int = 0  # of that arena; 0: the size in the settings
     pools: tuple[MemoryPool, ...] = ()  # the pools of its memory; empty: only `memory_free_bytes` is known
     kept_bytes: int = 0  # host memory that idle workers keep for the load that reuses them

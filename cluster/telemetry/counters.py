@@ -275,6 +275,7 @@ def _of_load(counters: LoadCounters) -> Iterator[tuple[Family, tuple[str, ...], 
     yield metrics.STAGE_SECONDS, ("place",), times.place_s
     yield metrics.STAGE_SECONDS, ("device",), times.device_s
     yield metrics.STAGE_SECONDS, ("disk",), times.disk_s
+    yield metrics.STAGE_SECONDS, ("cache",), times.cache_s
     yield metrics.STALL_SECONDS, ("slot",), times.wait_slot_s
     yield metrics.STALL_SECONDS, ("lease",), times.wait_lease_s
     yield metrics.STALL_SECONDS, ("retry",), times.wait_retry_s
@@ -381,6 +382,8 @@ def _of_agent(beat: AgentBeat, age_s: float, labels: Mapping[str, str]) -> Itera
     yield (metrics.HEARTBEAT_AGE, who), age_s
     yield (metrics.CACHE_BYTES, (*who, "arena")), beat.arena.committed_bytes
     yield (metrics.CACHE_LIMIT, (*who, "arena")), beat.arena.arena_bytes
+    yield (metrics.ARENA_BYTES, (*who, "window")), beat.arena.window_bytes
+    yield (metrics.ARENA_BYTES, (*who, "kept")), max(0, beat.arena.taken_bytes - beat.arena.window_bytes)
     for rank in beat.ranks:
         model = models.get((rank.load_id, rank.attempt))
         if model is not None:

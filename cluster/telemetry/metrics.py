@@ -92,7 +92,7 @@ STAGE_SECONDS = _agent_counter(
     "stage_seconds",
     "model stage",
     "Thread-seconds that ranks spent in a stage: fetch (the store's reads), verify, place (copying to the tensors), "
-    "device (until the device had copied), disk (reading the disk tier).",
+    "device (until the device had copied), disk (reading the disk tier), cache (copying to and from kept slots).",
 )
 STALL_SECONDS = _agent_counter(
     "stall_seconds",
@@ -152,6 +152,11 @@ CACHE_MISSES = _agent_counter("cache_misses", "tier", "Needed chunks that were l
 CACHE_EVICTIONS = _agent_counter("cache_evictions", "tier", "Chunks that were dropped from the tier to make room.")
 CACHE_BYTES = _agent_gauge("cache_bytes", "tier", "Bytes of verified chunks in the tier.")
 CACHE_LIMIT = _agent_gauge("cache_limit_bytes", "tier", "The most that the tier may hold.")
+ARENA_BYTES = _agent_gauge(
+    "arena_bytes",
+    "region",
+    "Memory that the arena takes now: window (loads work in it; taken once), kept (chunks for later loads).",
+)
 DISK_FILES = _agent_gauge("disk_files", "", "Chunks in the disk tier.")
 DISK_WRITTEN = _agent_counter("disk_chunks_written", "", "Chunks that were written to the disk tier.")
 DISK_UNKEPT = _agent_counter(
@@ -160,8 +165,8 @@ DISK_UNKEPT = _agent_counter(
 SLOTS = _agent_gauge(
     "slots",
     "state",
-    "Slots of the arena: free, leased, in_use (committed, and pinned or read), evictable (committed, kept as a cache), "
-    "quarantined.",
+    "Slots of the arena's window: free, leased, in_use (committed, and pinned or read), evictable (committed, kept as "
+    "a cache), quarantined.",
 )
 SLOTS_QUARANTINED = _agent_counter(
     "slots_quarantined", "", "Slots that were fenced because their writer did not let go in time."

@@ -106,15 +106,17 @@ def stage_shares(ranks: Sequence[RankReport]) -> dict[str, float]:
     stages = sum((rank.stages for rank in ranks), start=StageTimes())
     wall_s = sum(rank.load_s for rank in ranks)
     # What requests work on, divided as their threads' time is; the thread that only places is one of its own.
-    streaming_s = stages.fetch_s + stages.disk_s + stages.verify_s + stages.place_fetching_s
+    streaming_s = stages.fetch_s + stages.disk_s + stages.cache_s + stages.verify_s + stages.place_fetching_s
     on_disk = stages.disk_s / streaming_s if streaming_s else 0.0
+    in_cache = stages.cache_s / streaming_s if streaming_s else 0.0
     verifying = stages.verify_s / streaming_s if streaming_s else 0.0
     placing = stages.place_fetching_s / streaming_s if streaming_s else 0.0
     placing_s = stages.working_s * placing + max(0.0, stages.place_s - stages.place_fetching_s)
     fresh = min(1.0, stages.fresh_s / stages.place_s) if stages.place_s else 0.0
     seconds = {
-        "store": stages.working_s * (1 - on_disk - verifying - placing) + stages.wait_retry_s,
+        "store": stages.working_s * (1 - on_disk - in_cache - verifying - placing) + stages.wait_retry_s,
         "disk": stages.working_s * on_disk,
+        "cache": stages.working_s * in_cache,
         "verify": stages.working_s * verifying,
         "memory": placing_s * fresh,
         "place": placing_s * (1 - fresh),
@@ -154,6 +156,10 @@ def _sentence(stage: str, shares: dict[str, float], stages: StageTimes, ranks: S
         return f"store: requests waited for its bytes in {share}, {rate} with {requests} requests in flight{refused}"
     if stage == "disk":
         return f"disk: reading and checking chunks there took {share}, {show_bytes(stages.disk_bytes)} in all"
+    if stage == "cache":
+        return f"cache: copying chunks to the arena's kept slots and from there took {share}, " + show_rate(
+            stages.cache_bytes, stages.cache_s
+        )
     if stage == "verify":
         return f"verify: hashing took {share}, {show_rate(stages.verify_bytes, stages.verify_s)} per thread"
     if stage == "place":
@@ -166,7 +172,7 @@ def _sentence(stage: str, shares: dict[str, float], stages: StageTimes, ranks: S
     if stage == "device":
         return f"device: its copies took {share}, {show_bytes(stages.place_bytes)} in all"
     if stage == "slots":
-        return f"slots: fetching waited for a free slot in {share}; a larger arena helps (LONGSHORE_ARENA_BYTES)"
+        return f"slots: fetching waited for a free slot in {share}; a larger window helps (LONGSHORE_WINDOW_BYTES)"
     return f"control: fetching waited for leases from the node's agent in {share}"
 
 
@@ -397,7 +403,7 @@ class LoadReport(Jsonable):
 
     @property
     def arena_bytes(self) -> int:
-        """Shared memory of the arenas of all its nodes. Other loads use them too."""
+        """Shared memory that the arenas of all its nodes took at its end. Other loads use them too."""
         return sum(node.arena_bytes for node in self.nodes)
 
 
@@ -455,13 +461,15 @@ class NodeStatus(Jsonable):
 
     node: str
     host: str
-    arena_bytes: int
-    used_bytes: int  # committed chunks
+    arena_bytes: int  # limit of the arena
+    used_bytes: int  # committed chunks that stay for later loads
     leased_slots: int
     quarantined_slots: int
     heartbeat_age_s: float
     disk_unkept_chunks: int = 0  # that its disk tier should have and has not, since the agent began
     evicted_chunks: int = 0  # from the arena, since the agent began
+    window_bytes: int = 0  # of the arena: the memory that loads work in
+    arena_taken_bytes: int = 0  # memory that the arena takes now: the window, and the chunks that it keeps
     disk_budget_bytes: int = 0  # 0: it has no disk tier
     disk_used_bytes: int = 0
     disk_files: int = 0  # chunks in it

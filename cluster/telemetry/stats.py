@@ -41,6 +41,8 @@ class StageTimes(Jsonable):
     wait_chunk_s: float = 0.0  # placer idle: no committed chunk to copy
     disk_s: float = 0.0  # reading and checking chunks on the node's disk
     disk_bytes: int = 0
+    cache_s: float = 0.0  # copying chunks to kept slots of the arena, and from there
+    cache_bytes: int = 0
     # What the requests that a rank may have in flight did: seconds of the rank, divided among so many requests. The
     # rest of its load time there was nothing left to fetch.
     working_s: float = 0.0  # reading, verifying, and placing at once
@@ -167,18 +169,27 @@ def unchecked_counts(checks: Iterable[ObjectCheck]) -> dict[str, int]:
     return dict(Counter(check.reason for check in checks if not check.checked_by))
 
 
-_OF_THE_AGENT = {"arena_bytes", "peak_host_bytes", "baseline_host_bytes", "disk_unkept_chunks"}
+_OF_THE_AGENT = {
+    "arena_bytes",
+    "window_bytes",
+    "arena_limit_bytes",
+    "peak_host_bytes",
+    "baseline_host_bytes",
+    "disk_unkept_chunks",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaUse:
     """A node's arena and its disk tier at a moment."""
 
-    arena_bytes: int
-    committed_bytes: int
+    arena_bytes: int  # its limit
+    committed_bytes: int  # of chunks that stay for later loads
     leased_slots: int
     quarantined_slots: int
     disk_unkept_chunks: int = 0  # as in NodeReport
+    window_bytes: int = 0  # of the limit: the memory that loads work in
+    taken_bytes: int = 0  # memory that the arena takes now
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +207,9 @@ class NodeReport(Jsonable):
     refetched_chunks: int  # fetched, though had before: they had been evicted, or their holder died
     corrupt_chunks: int  # fetched and thrown away: digest mismatch
     retries: dict[str, int] = field(default_factory=dict)  # by cause
-    arena_bytes: int = 0
+    arena_bytes: int = 0  # memory that the arena took at the end of the load
+    window_bytes: int = 0  # of it the window
+    arena_limit_bytes: int = 0  # the most that it may take
     peak_host_bytes: int = 0  # the agent's own memory at its highest, the arena not counted
     baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node

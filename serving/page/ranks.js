@@ -40,7 +40,7 @@ export function showNodes({ nodes = [], worker_groups = [] }) {
   rows($("nodes").tBodies[0], nodes.map((node) => [
     hostCell(node.host),
     { text: bytes(node.used_bytes), part: share(node.used_bytes, node.arena_bytes), kind: "" },
-    number(bytes(node.arena_bytes)), number(grouped(node.evicted_chunks)),
+    number(bytes(node.arena_bytes)), number(bytes(node.window_bytes)), number(grouped(node.evicted_chunks)),
     node.disk_budget_bytes
       ? { text: bytes(node.disk_used_bytes), part: share(node.disk_used_bytes, node.disk_budget_bytes), kind: "disk" }
       : { text: "none", part: null, kind: "disk" },
@@ -52,6 +52,6 @@ export function showNodes({ nodes = [], worker_groups = [] }) {
   const disk = sum("disk_budget_bytes")
     ? `, on disk ${bytes(sum("disk_used_bytes"))} of ${bytes(sum("disk_budget_bytes"))}`
     : ", no disk tier";
-  say($("tiers-words"), `Verified chunks in arenas: ${bytes(sum("used_bytes"))} of ${bytes(sum("arena_bytes"))}${disk}.`);
+  say($("tiers-words"), `Verified chunks kept in arenas: ${bytes(sum("used_bytes"))}, ${bytes(sum("arena_bytes"))} at most; windows: ${bytes(sum("window_bytes"))}${disk}.`);
   say($("worker-groups"), worker_groups.length ? `Workers of ${counted(worker_groups.length, "released model")} wait for the next load.` : "");
 }

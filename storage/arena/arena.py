@@ -1,10 +1,15 @@
-"""The arena of one node: a shared-memory file of equal slots, mapped by the agent and by every worker of the node.
+"""The arena of one node: a shared-memory file of equal slots, used by the agent and by every worker of the node.
 
-    0        header     magic, version, record bytes, slots, slot bytes, data offset, epoch, checksum
+    0        header     magic, version, record bytes, slots, slot bytes, data offset, window slots, epoch, checksum
     128      owner      pid, start time, checksum
-    192      ready      number of slots that have memory
+    192      ready      number of slots of the window that have memory
     4096     records    slot_count x 2 copies of what the agent knows of each slot (storage.arena.slots)
-    ...      slots      slot_count x slot_bytes, starting at a page boundary
+    ...      window     window_slots x slot_bytes, starting at a page boundary: mapped by every process
+    ...      kept       the other slots: mapped by nobody, written with `keep`, read with `read`
+
+The window has all its memory before it is used, and keeps it. Working in the same few pages costs a tenth of touching
+new ones, which every process would have to map as well. A kept slot has memory only while it holds a chunk. When
+memory runs out, a chunk is not kept. Nobody who writes or reads there can get a SIGBUS.
 
 The header is checked before anything in the file is used. Only the owner (the agent) writes the header and the
 records. A worker writes only to slots that it leased. Every process that maps the file holds a shared flock on it
@@ -32,12 +37,12 @@ from storage.host.memory import address_of, populate
 from storage.host.processes import ProcessId
 
 MAGIC = b"LNGSHARE"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_SLOTS = 1 << 20
 MAX_SLOT_BYTES = 1 << 30
 PAGE_BYTES = mmap.PAGESIZE
 
-GEOMETRY = struct.Struct("<8sIIQQQ6s2x")  # the header as drawn above, without its checksum
+GEOMETRY = struct.Struct("<8sIIQQQQ6s2x")  # the header as drawn above, without its checksum
 CHECKSUM = struct.Struct("<I")
 OWNER = struct.Struct("<qQ")  # pid, start time
 OWNER_AT = 128
@@ -51,11 +56,23 @@ TOO_LARGE_HINT = (
 )
 
 
-def pack_geometry(slot_count: int, slot_bytes: int, epoch: bytes) -> bytes:
+def pack_geometry(slot_count: int, slot_bytes: int, window_slots: int, epoch: bytes) -> bytes:
     """Return the header of a new arena, checksum included. `epoch` is six random bytes."""
     data_offset = data_offset_bytes(slot_count)
-    body = GEOMETRY.pack(MAGIC, FORMAT_VERSION, RECORD_BYTES, slot_count, slot_bytes, data_offset, epoch)
+    body = GEOMETRY.pack(MAGIC, FORMAT_VERSION, RECORD_BYTES, slot_count, slot_bytes, data_offset, window_slots, epoch)
     return body + CHECKSUM.pack(zlib.crc32(body))
+
+
+def promised_bytes(descriptor: int) -> int:
+    """Return the bytes that the window of an open arena file has yet to take. 0 for a file that is no arena."""
+    header = os.pread(descriptor, READY_AT + READY.size, 0)
+    if len(header) < READY_AT + READY.size:
+        return 0
+    magic, version, _, _, slot_bytes, _, window_slots, _ = GEOMETRY.unpack_from(header)
+    if magic != MAGIC or version != FORMAT_VERSION or not is_geometry(window_slots, slot_bytes):
+        return 0
+    (ready,) = READY.unpack_from(header, READY_AT)
+    return int(max(0, window_slots - ready)) * int(slot_bytes)
 
 
 def is_geometry(slot_count: int, slot_bytes: int) -> bool:
@@ -121,7 +138,7 @@ def identity(info: os.stat_result) -> tuple[int, int]:
 
 
 def map_checked(path: str, descriptor: int) -> mmap.mmap:
-    """Map the whole file after its header has proved that it is an arena of that size."""
+    """Map header and window after the header has proved that the file is an arena of that size."""
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes <= RECORDS_AT:
         raise ArenaCorrupt("too short for an arena", path=path, size_bytes=size_bytes)
@@ -129,7 +146,7 @@ def map_checked(path: str, descriptor: int) -> mmap.mmap:
         header = os.pread(descriptor, GEOMETRY.size + CHECKSUM.size, 0)
     except OSError as exc:
         raise ArenaCorrupt(f"cannot read the arena: {exc.strerror}", path=path) from exc
-    magic, version, record_bytes, slot_count, slot_bytes, data_offset, _ = GEOMETRY.unpack_from(header)
+    magic, version, record_bytes, slot_count, slot_bytes, data_offset, window_slots, _ = GEOMETRY.unpack_from(header)
     if magic != MAGIC:
         raise ArenaCorrupt("not an arena", path=path)
     if version != FORMAT_VERSION or record_bytes != RECORD_BYTES:
@@ -139,6 +156,7 @@ def map_checked(path: str, descriptor: int) -> mmap.mmap:
         raise ArenaCorrupt("the arena's header is damaged", path=path)
     if (
         not is_geometry(slot_count, slot_bytes)
+        or not 1 <= window_slots <= slot_count
         or data_offset != data_offset_bytes(slot_count)
         or size_bytes != arena_size_bytes(slot_count, slot_bytes)
     ):
@@ -146,7 +164,7 @@ def map_checked(path: str, descriptor: int) -> mmap.mmap:
             "the arena's header and its size disagree", path=path, size_bytes=size_bytes, slots=slot_count
         )
     try:
-        return mmap.mmap(descriptor, size_bytes)
+        return mmap.mmap(descriptor, data_offset + window_slots * slot_bytes)
     except OSError as exc:
         raise ArenaError(f"cannot map the arena: {exc.strerror}", path=path) from exc
 
@@ -159,9 +177,10 @@ class Arena:
 
     def __init__(self, path: str, descriptor: int, memory: mmap.mmap, *, owner: bool) -> None:
         """Take over a locked descriptor and a mapping with a checked header. Called by the class methods only."""
-        _, _, _, slot_count, slot_bytes, data_offset, epoch = GEOMETRY.unpack_from(memory)
+        _, _, _, slot_count, slot_bytes, data_offset, window_slots, epoch = GEOMETRY.unpack_from(memory)
         self.path = path
         self.slot_count: int = slot_count
+        self.window_slots: int = window_slots
         self.slot_bytes: int = slot_bytes
         self._data_offset: int = data_offset
         self._epoch: str = epoch.hex()
@@ -169,7 +188,7 @@ class Arena:
         self._memory = memory
         self._view = memoryview(memory)
         self._address = address_of(memory)
-        self._mapped = bytearray(slot_count)  # 1 for each slot whose pages this process has mapped
+        self._mapped = bytearray(window_slots)  # 1 for each slot whose pages this process has mapped
         self._owner = owner
         self._file = identity(os.fstat(descriptor))
         self._sequences: list[int] | None = None  # for each slot, the number of its last write
@@ -179,20 +198,26 @@ class Arena:
     # --- open and close ------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: str, *, slot_count: int, slot_bytes: int) -> Self:
-        """Create an arena at `path` with mode 0600, owned by the caller. `reserve` gives its slots memory.
+    def create(cls, path: str, *, slot_count: int, slot_bytes: int, window_slots: int | None = None) -> Self:
+        """Create an arena at `path` with mode 0600, owned by the caller. `reserve` gives the window memory.
+
+        `window_slots`: default all, so no slot is a kept one.
 
         Raises ArenaError when a file is at `path` already, ArenaTooLarge when there is no room for the header,
         and ValueError for a geometry that no arena can have.
         """
-        if not is_geometry(slot_count, slot_bytes):
-            raise ValueError(f"no arena has {slot_count} slots of {slot_bytes} bytes (pages: {PAGE_BYTES})")
+        window_slots = slot_count if window_slots is None else window_slots
+        if not is_geometry(slot_count, slot_bytes) or not 1 <= window_slots <= slot_count:
+            raise ValueError(
+                f"no arena has {slot_count} slots of {slot_bytes} bytes, {window_slots} of them in its window"
+                f" (pages: {PAGE_BYTES})"
+            )
         data_offset = data_offset_bytes(slot_count)
         descriptor = create_locked(path)
         try:
             os.ftruncate(descriptor, data_offset + slot_count * slot_bytes)
             os.posix_fallocate(descriptor, 0, data_offset)
-            memory = mmap.mmap(descriptor, data_offset + slot_count * slot_bytes)
+            memory = mmap.mmap(descriptor, data_offset + window_slots * slot_bytes)
         except OSError as exc:
             os.unlink(path)
             os.close(descriptor)
@@ -201,7 +226,7 @@ class Arena:
                     "no room for the arena's header", hint=TOO_LARGE_HINT, path=path, header_bytes=data_offset
                 ) from exc
             raise ArenaError(f"cannot create the arena: {exc.strerror}", path=path) from exc
-        header = pack_geometry(slot_count, slot_bytes, secrets.token_bytes(6))
+        header = pack_geometry(slot_count, slot_bytes, window_slots, secrets.token_bytes(6))
         memory[: len(header)] = header
         arena = cls(path, descriptor, memory, owner=True)
         arena._write_owner()
@@ -271,23 +296,28 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the whole file in bytes, header included."""
+        """Return the size of the whole file in bytes, header included. Its kept slots may take no memory."""
         return self._data_offset + self.slot_count * self.slot_bytes
 
     @property
+    def taken_bytes(self) -> int:
+        """Return the memory that the whole file takes now."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    @property
     def ready_slots(self) -> int:
-        """Return how many slots, counted from 0, have memory and may be used."""
+        """Return how many slots of the window, counted from 0, have memory and may be used."""
         (ready,) = READY.unpack_from(self._view, READY_AT)
-        return min(int(ready), self.slot_count)
+        return min(int(ready), self.window_slots)
 
     def slot(self, index: int) -> memoryview:
-        """Return a writable view of the slot, exactly `slot_bytes` long. Release or drop it when done.
+        """Return a writable view of a slot of the window, exactly `slot_bytes` long. Release or drop it when done.
 
         The first call maps all pages of the slot at once. That costs 0.1 CPU s per GB, and a page fault for each
         page would cost 0.35.
         """
-        if not 0 <= index < self.slot_count:
-            raise IndexError(f"slot {index} of {self.slot_count}")
+        if not 0 <= index < self.window_slots:
+            raise IndexError(f"slot {index} of the window's {self.window_slots}")
         start = self._data_offset + index * self.slot_bytes
         if not self._mapped[index] and index < self.ready_slots:
             self._mapped[index] = 1
@@ -295,11 +325,63 @@ class Arena:
         return self._view[start : start + self.slot_bytes]
 
     def data(self) -> memoryview:
-        """Return all slots as one block, so that pinned memory is registered once and not once per slot."""
+        """Return the window as one block, so that pinned memory is registered once and not once per slot."""
         return self._view[self._data_offset :]
 
+    def keep(self, index: int, data: memoryview) -> bool:
+        """Copy a chunk to a kept slot that the caller has leased. Return False when there is no memory for it."""
+        start = self._kept_at(index)
+        try:
+            while data:
+                written_bytes = os.pwrite(self._descriptor, data, start)
+                data, start = data[written_bytes:], start + written_bytes
+        except OSError as exc:
+            if exc.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+                return False
+            raise ArenaError(f"cannot write to the arena: {exc.strerror}", path=self.path) from exc
+        return True
+
+    def read(self, index: int, parts: Sequence[memoryview]) -> None:
+        """Fill `parts` one after the other from a kept slot that the caller holds."""
+        start = self._kept_at(index)
+        for part in parts:
+            while part:
+                try:
+                    read_bytes = os.preadv(self._descriptor, [part], start)
+                except OSError as exc:
+                    raise ArenaError(f"cannot read the arena: {exc.strerror}", path=self.path) from exc
+                if not read_bytes:
+                    raise ArenaCorrupt("the arena's file was cut short", path=self.path, slot=index)
+                part, start = part[read_bytes:], start + read_bytes
+
+    def view(self, index: int, length_bytes: int) -> memoryview:
+        """Return the first bytes of a slot that the caller holds: a view of the window, or a copy of a kept slot."""
+        if index < self.window_slots:
+            return self.slot(index)[:length_bytes]
+        copy = memoryview(bytearray(length_bytes))
+        self.read(index, [copy])
+        return copy
+
+    def give_back(self, index: int) -> None:
+        """Free the memory of a kept slot that the caller has leased. It then takes none, and reads as zeros."""
+        start = self._kept_at(index)
+        try:
+            with self._closing:
+                if not self._closed:
+                    with mmap.mmap(self._descriptor, self.slot_bytes, offset=start) as memory:
+                        memory.madvise(mmap.MADV_REMOVE)
+        except OSError as exc:
+            raise ArenaError(f"cannot give back memory of the arena: {exc.strerror}", path=self.path) from exc
+
+    def _kept_at(self, index: int) -> int:
+        if not self.window_slots <= index < self.slot_count:
+            raise IndexError(f"slot {index} is not one of the kept slots {self.window_slots} to {self.slot_count - 1}")
+        return self._data_offset + index * self.slot_bytes
+
     def reserve(self, stop: Callable[[], bool] = lambda: False, room: Callable[[], bool] = lambda: True) -> int:
-        """Allocate memory for every slot in order, and return how many are ready (0 if the arena was closed before).
+        """Allocate memory for every slot of the window in order, and return how many are ready.
+
+        Returns 0 if the arena was closed before.
 
         Runs in a background thread while `ready_slots` grows. Writing to a slot that is not ready could end the
         process with SIGBUS.
@@ -314,7 +396,7 @@ class Arena:
             if self._closed:
                 return 0
             first = self.ready_slots
-        for index in range(first, self.slot_count):
+        for index in range(first, self.window_slots):
             with self._closing:
                 if self._closed or stop():
                     return index
@@ -331,9 +413,9 @@ class Arena:
                         hint=TOO_LARGE_HINT,
                         path=self.path,
                         reserved_bytes=index * self.slot_bytes,
-                        wanted_bytes=self.slot_count * self.slot_bytes,
+                        wanted_bytes=self.window_slots * self.slot_bytes,
                     ) from exc
-        return self.slot_count
+        return self.window_slots
 
     def _reserve_slot(self, index: int) -> None:
         start = self._data_offset + index * self.slot_bytes
@@ -341,7 +423,7 @@ class Arena:
             os.posix_fallocate(self._descriptor, start, self.slot_bytes)
         except OSError:
             with contextlib.suppress(OSError):
-                self._memory.madvise(mmap.MADV_REMOVE, start, self.size_bytes - start)
+                self._memory.madvise(mmap.MADV_REMOVE, start, len(self._memory) - start)
             raise
         READY.pack_into(self._view, READY_AT, index + 1)
 

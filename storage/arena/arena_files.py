@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -12,13 +13,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from storage.arena.arena import TOO_LARGE_HINT, is_at
+from storage.arena.arena import TOO_LARGE_HINT, is_at, promised_bytes
 from storage.errors import ArenaTooLarge
 from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed
 
 SHM_DIRECTORY = "/dev/shm"
 ARENA_PREFIX = "longshore-arena-"
 DEFAULT_MAX_BYTES = 8 << 30
+DEFAULT_WINDOW_BYTES = 512 << 20  # 64 slots: enough for 31 ranks on a node, and small beside what a model takes
 LOCK_PATIENCE_S = 10.0  # creating an arena is quick, and a stopped process must not stop us
 
 
@@ -47,6 +49,15 @@ def default_arena_bytes(
     return max(0, min(free // 4, max_bytes)) // slot_bytes * slot_bytes
 
 
+def window_slots(arena_bytes: int, window_bytes: int, *, slot_bytes: int) -> int:
+    """Return how many slots of an arena are its window.
+
+    `window_bytes` is the configured size; 0: all of an arena of up to 1 GiB, else 512 MiB.
+    """
+    wanted = window_bytes or (DEFAULT_WINDOW_BYTES if arena_bytes > 2 * DEFAULT_WINDOW_BYTES else arena_bytes)
+    return max(1, min(wanted, arena_bytes) // slot_bytes)
+
+
 @contextlib.contextmanager
 def one_at_a_time(directory: str) -> Iterator[None]:
     """Lock `directory` while the caller measures and takes room in it. Agents of several nodes may share a host."""
@@ -68,15 +79,45 @@ def one_at_a_time(directory: str) -> Iterator[None]:
 
 
 def untouched_bytes(directory: str = SHM_DIRECTORY) -> int:
-    """Return the bytes that arenas in `directory` will still take: a file has its full size before it has its pages."""
+    """Return the bytes that the windows of arenas in `directory` will still take.
+
+    Their kept slots are not counted: they take memory only while there is some to spare.
+    """
     total = 0
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                if entry.name.startswith(ARENA_PREFIX) and entry.is_file(follow_symlinks=False):
-                    info = entry.stat(follow_symlinks=False)
-                    total += max(0, info.st_size - info.st_blocks * 512)
+    for name in arena_names(directory):
+        with contextlib.suppress(OSError), _opened(os.path.join(directory, name)) as descriptor:
+            total += promised_bytes(descriptor)
     return total
+
+
+def arena_names(directory: str = SHM_DIRECTORY) -> list[str]:
+    """Return the names of arena files in `directory`, sorted. Empty when it cannot be listed."""
+    try:
+        return sorted(name for name in os.listdir(directory) if name.startswith(ARENA_PREFIX))
+    except OSError:
+        return []
+
+
+def taken_bytes(directory: str = SHM_DIRECTORY) -> int:
+    """Return the memory that the arenas in `directory` take now."""
+    total = 0
+    for name in arena_names(directory):
+        with contextlib.suppress(OSError):
+            total += os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks * 512
+    return total
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """Open a regular file for reading, whatever its name may lead to. Raises OSError."""
+    # NONBLOCK: opening a pipe in this directory must not hang.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def check_room(directory: str, size_bytes: int, *, promised_bytes: int = 0, reserve_bytes: int = 0) -> None:
@@ -124,11 +165,7 @@ def sweep(directory: str = SHM_DIRECTORY) -> list[SweptArena]:
     notices if it was removed. Files of other users, links and special files are left alone.
     """
     swept = []
-    try:
-        names = sorted(name for name in os.listdir(directory) if name.startswith(ARENA_PREFIX))
-    except OSError:
-        return []
-    for name in names:
+    for name in arena_names(directory):
         path = os.path.join(directory, name)
         freed_bytes = _remove_if_unlocked(path)
         if freed_bytes is not None:
@@ -138,22 +175,14 @@ def sweep(directory: str = SHM_DIRECTORY) -> list[SweptArena]:
 
 def _remove_if_unlocked(path: str) -> int | None:
     """Remove the file if no process has locked it, and return the bytes freed. None when it was left alone."""
-    try:
-        # NONBLOCK: opening a pipe in this directory must not hang.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
+    with contextlib.suppress(OSError), _opened(path) as descriptor:
         info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        if info.st_uid != os.geteuid():
             return None
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another sweep and a new arena may have come in between, so check under the lock that the name still
-            # means this file.
-            if is_at(path, descriptor):
-                os.unlink(path)
-                return info.st_blocks * 512
-        return None
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another sweep and a new arena may have come in between, so check under the lock that the name still
+        # means this file.
+        if is_at(path, descriptor):
+            os.unlink(path)
+            return info.st_blocks * 512
+    return None

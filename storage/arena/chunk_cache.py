@@ -12,6 +12,14 @@
 The least recently used chunk is evicted first. Pure: no clock and no I/O. The caller passes the time and acts on the
 answers, one thread at a time.
 
+With kept slots, a lease can take a second slot, to which its holder copies the verified chunk. Later loads lease a
+window slot again and read the kept copy instead of the store:
+
+    lease(keep=True) --> window slot + kept slot --commit(kept=True)--> both committed; the window slot is free again
+                                                                        as soon as no rank reads it
+    lease of a chunk that is kept --> window slot, and a hold on the kept one until the lease has ended
+    shrink --> the least recently used kept slots are leased to the caller, who gives their memory back
+
 Each change of state is written to a SlotJournal before it is returned. So an agent that restarts (`restore`) never
 hands out a slot that a process may still touch. It finds the slots as the journal has them, and each committed chunk
 is held for every process that may still be reading.
@@ -20,6 +28,7 @@ is held for every process that may still be reading.
 from __future__ import annotations
 
 import heapq
+import math
 import secrets
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -42,7 +51,7 @@ _SURVIVOR = "may have been reading when the agent restarted"
 
 
 def slots_with_memory(records: Sequence[SlotRecord], ready_slots: int) -> int:
-    """Return how many slots have memory: a slot that was ever used has some, even if `ready_slots` is smaller."""
+    """Return how many of these slots have memory: one that was ever used has, even if `ready_slots` is smaller."""
     used = [index for index, record in enumerate(records) if record.generation]
     return max([ready_slots, *(index + 1 for index in used)])
 
@@ -59,10 +68,12 @@ def restore_slots(
     Each committed chunk is held for every survivor until `settle_survivor` or the survivor's death.
     """
     quarantined = []
-    table.free.clear()
+    table.window.free.clear()
+    table.kept.free.clear()
     for index, record in enumerate(records):
         table.slots[index].generation = record.generation
-        if record.state is SlotState.COMMITTED and record.key not in table.by_key:
+        region = table.region(index)
+        if record.state is SlotState.COMMITTED and record.key not in region.by_key:
             table.restore_committed(index, record)
             for process in survivors:
                 table.hold(index, (process, _SURVIVOR), None)
@@ -74,8 +85,8 @@ def restore_slots(
             table.to_leased(index, lease)
             table.to_quarantine(index, now_s)
             quarantined.append(lease)
-        elif index < ready_slots:
-            table.free.append(index)
+        elif index < ready_slots or not table.in_window(index):
+            region.free.append(index)
     return quarantined
 
 
@@ -108,14 +119,14 @@ class CacheCounts:
 class CacheStats:
     """Counts since the cache was created. `*_slots` and `used_bytes` are the state now."""
 
-    slot_count: int
+    slot_count: int  # of the window, as every number of slots here
     ready_slots: int
     free_slots: int
     leased_slots: int
     committed_slots: int
     quarantined_slots: int
     in_use_slots: int  # committed slots that cannot be evicted now
-    used_bytes: int  # of committed chunks
+    used_bytes: int  # of committed chunks that stay: in kept slots, or in the window of an arena without kept slots
     hits: int
     misses: int
     committed: int
@@ -123,20 +134,23 @@ class CacheStats:
     expired: int  # leases that ended at their deadline
     duplicates: int  # commits of a chunk that another slot had already
     quarantined: int  # slots that went into quarantine
+    kept_in_use_slots: int = 0  # kept slots that are being written or read, or that a load will read
 
 
 def stats_of(table: SlotTable, counts: CacheCounts, ready_slots: int) -> CacheStats:
     """Return the counts and the state of the slots now, in O(1)."""
-    committed_slots = len(table.by_key)
+    committed_slots = len(table.window.by_key)
+    has_kept_slots = len(table.slots) > table.window_slots
     return CacheStats(
-        slot_count=len(table.slots),
+        slot_count=table.window_slots,
         ready_slots=ready_slots,
-        free_slots=len(table.free),
+        free_slots=len(table.window.free),
         leased_slots=table.leased_slots,
         committed_slots=committed_slots,
-        quarantined_slots=len(table.quarantine),
-        in_use_slots=committed_slots - len(table.evictable),
-        used_bytes=table.used_bytes,
+        quarantined_slots=sum(table.in_window(index) for index in table.quarantine),
+        in_use_slots=committed_slots - len(table.window.evictable),
+        kept_in_use_slots=len(table.slots) - table.window_slots - len(table.kept.free) - len(table.kept.evictable),
+        used_bytes=(table.kept if has_kept_slots else table.window).used_bytes,
         hits=counts.hits,
         misses=counts.misses,
         committed=counts.committed,
@@ -148,24 +162,44 @@ def stats_of(table: SlotTable, counts: CacheCounts, ready_slots: int) -> CacheSt
 
 
 class ChunkCache:
-    """The chunks in `slot_count` slots. Operations are O(1) or O(log n), except those that end many things."""
+    """The chunks in the slots of an arena. Operations are O(1) or O(log n), except those that end many things."""
 
-    def __init__(self, slot_count: int, *, journal: SlotJournal | None = None, ready_slots: int | None = None) -> None:
-        """Set up the cache. `ready_slots` is how many slots have memory (default: all); `add_ready` adds more."""
-        if slot_count < 1:
-            raise ValueError("slot_count of a chunk cache must be at least 1")
-        self.slot_count, self.shares = slot_count, SlotShares(slot_count)
+    def __init__(
+        self,
+        slot_count: int,
+        *,
+        window_slots: int | None = None,
+        journal: SlotJournal | None = None,
+        ready_slots: int | None = None,
+    ) -> None:
+        """Set up the cache.
+
+        Args:
+            slot_count: Slots of the arena, kept slots included.
+            window_slots: Slots that can be leased to fetch into. Default: all, so none is a kept slot.
+            journal: Where records of slots go.
+            ready_slots: Slots of the window that have memory. Default: all. `add_ready` adds more.
+        """
+        self.slot_count = slot_count
+        self.window_slots = slot_count if window_slots is None else window_slots
+        if not 1 <= self.window_slots <= slot_count:
+            raise ValueError("a chunk cache must have at least 1 slot, and no more in its window than in all")
+        self.kept_slots = slot_count - self.window_slots
+        self.shares = SlotShares(self.window_slots)
+        self.may_grow = True  # kept slots may take memory that they do not have yet; set by the caller
         self._journal: SlotJournal = MemoryJournal(slot_count) if journal is None else journal
-        self._table = SlotTable(slot_count, self._journal, self.shares)
+        self._table = SlotTable(slot_count, self.window_slots, self._journal, self.shares)
+        self._table.kept.free.extend(reversed(range(self.window_slots, slot_count)))
+        self._touched: set[int] = set()  # kept slots that have memory
         self._deadlines: list[tuple[float, int, int]] = []  # (deadline, slot, generation), a heap
         self._ready_slots = 0
         self._counts = CacheCounts()
-        self.add_ready(slot_count if ready_slots is None else ready_slots)
+        self.add_ready(self.window_slots if ready_slots is None else ready_slots)
 
     def add_ready(self, ready_slots: int) -> None:
         """Note that slots `[0, ready_slots)` have memory now. A number below the last one changes nothing."""
-        ready_slots = min(ready_slots, self.slot_count)
-        self._table.free.extend(range(self._ready_slots, ready_slots))
+        ready_slots = min(ready_slots, self.window_slots)
+        self._table.window.free.extend(range(self._ready_slots, ready_slots))
         self._ready_slots = max(self._ready_slots, ready_slots)
 
     # --- shares --------------------------------------------------------------------------------------------
@@ -181,7 +215,8 @@ class ChunkCache:
         """
         revoked = []
         for index, slot in enumerate(self._table.slots):
-            if slot.state is SlotState.LEASED and slot.lease is not None and slot.lease.owner == owner:
+            leased = slot.state is SlotState.LEASED and self._table.in_window(index)
+            if leased and slot.lease is not None and slot.lease.owner == owner:
                 revoked.append(slot.lease)
                 self._quarantine(index, now_s)
             for pinner in [pinner for pinner, payer in slot.pins.items() if payer == owner]:
@@ -191,26 +226,36 @@ class ChunkCache:
 
     # --- writing -------------------------------------------------------------------------------------------
 
-    def lease(self, key: bytes, holder: ProcessId, deadline_s: float, *, owner: Hashable = None) -> Lease | None:
+    def lease(
+        self, key: bytes, holder: ProcessId, deadline_s: float, *, owner: Hashable = None, keep: bool = False
+    ) -> Lease | None:
         """Lease a slot to `holder` to write the chunk into. None when no slot can be had now; try again later.
 
         Nobody sees the chunk until it is committed. A second lease for the same chunk (a hedge) gets another slot.
-        Nothing is evicted until all slots have memory, so a load that fits the arena stays in it whole.
+        Nothing is evicted until all slots have memory, so a load that fits the window stays in it whole.
+
+        `keep`: lease a kept slot with it, unless the chunk is kept already or no kept slot can be had.
         """
-        table = self._table
-        may_evict = table.evictable and self._ready_slots == self.slot_count
-        if not self.shares.may_claim(owner) or not (table.free or may_evict):
+        table, window = self._table, self._table.window
+        may_evict = window.evictable and self._ready_slots == self.window_slots
+        if not self.shares.may_claim(owner) or not (window.free or may_evict):
             self.shares.refused(owner)
             return None
         evicted_key = None
-        if table.free:
-            index = table.free.pop()
+        if window.free:
+            index = window.free.pop()
         else:
-            index, evicted_key = table.evict_oldest()
+            index, evicted_key = table.evict_oldest(window)
             self._counts.evicted += 1
         generation = table.slots[index].generation + 1
         lease_id = table.lease_id(index, generation)
-        lease = Lease(lease_id, index, generation, key, holder, owner, deadline_s, evicted_key)
+        read, keeping = self.kept(key), None
+        if read is not None:
+            self._counts.hits += 1
+            table.hold(read.slot, (holder, lease_id), None)
+        elif keep:
+            keeping = self._lease_kept(key, holder, deadline_s)
+        lease = Lease(lease_id, index, generation, key, holder, owner, deadline_s, evicted_key, read, keeping)
         table.to_leased(index, lease)
         heapq.heappush(self._deadlines, (deadline_s, index, generation))
         self.shares.satisfied(owner)
@@ -221,8 +266,12 @@ class ChunkCache:
         slots = self._table.in_flight.get(key, ())
         return tuple(lease for index in slots if (lease := self._table.slots[index].lease) is not None)
 
-    def commit(self, lease_id: str, length_bytes: int, pinners: Iterable[Hashable] = ()) -> Answer:
+    def commit(
+        self, lease_id: str, length_bytes: int, pinners: Iterable[Hashable] = (), *, kept: bool = False
+    ) -> Answer:
         """Accept a chunk that the holder wrote and verified. From now on `lookup` finds it.
+
+        `kept`: the holder has copied it to the lease's kept slot too. From now on `kept` finds it there.
 
         `pinners` pin it in the same step, counted for the lease's owner. A lease that expired, was abandoned or is
         unknown changes nothing. DUPLICATE means that another lease had committed the chunk: this slot is free again
@@ -236,11 +285,12 @@ class ChunkCache:
             return Answer.REPEATED
         if slot.state is not SlotState.LEASED or (lease := slot.lease) is None:
             return Answer.LATE
-        if slot.key in self._table.by_key:
+        if slot.key in self._table.window.by_key:
             self._counts.duplicates += 1
-            self._table.to_free(index)
+            self._free(index)
             return Answer.DUPLICATE
         self._table.to_committed(index, length_bytes)
+        self._end_kept(lease, length_bytes if kept else None)
         self._counts.committed += 1
         for pinner in pinners:
             self._table.pin(index, pinner, lease.owner)
@@ -258,7 +308,7 @@ class ChunkCache:
             return Answer.LATE
         if state is SlotState.FREE:
             return Answer.REPEATED
-        self._table.to_free(index)
+        self._free(index)
         return Answer.DONE
 
     def expire(self, now_s: float) -> list[Lease]:
@@ -297,9 +347,11 @@ class ChunkCache:
         lost = []
         for index in sorted(self._table.leased_by.get(process, ())):
             slot = self._table.slots[index]
-            if slot.state is SlotState.LEASED and slot.lease is not None:
+            if slot.state is SlotState.FREE:
+                continue  # a kept slot, freed with its lease
+            if slot.state is SlotState.LEASED and slot.lease is not None and self._table.in_window(index):
                 lost.append(slot.lease)
-            self._table.to_free(index)
+            self._free(index)
         for index in sorted(self._table.held_by.get(process, ())):
             for reader in [reader for reader in self._table.slots[index].holds if reader[0] == process]:
                 self._table.release(index, reader)
@@ -308,18 +360,28 @@ class ChunkCache:
     # --- reading -------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes) -> CachedChunk | None:
-        """Return the committed chunk, now the most recently used. Pin it in the same step, or it may be evicted."""
-        index = self._table.by_key.get(key)
+        """Return the chunk that is committed in the window, now the most recently used.
+
+        Pin it in the same step, or it may be evicted.
+        """
+        index = self._table.window.by_key.get(key)
         if index is None:
             self._counts.misses += 1
             return None
         self._counts.hits += 1
-        if index in self._table.evictable:
-            self._table.evictable.move_to_end(index)
-        return self._table.chunk(index)
+        return self._used_now(index)
+
+    def kept(self, key: bytes) -> CachedChunk | None:
+        """Return the chunk's kept copy, now the most recently used. Pin it in the same step, or it may be evicted."""
+        index = self._table.kept.by_key.get(key)
+        return None if index is None else self._used_now(index)
+
+    def in_window(self, key: bytes) -> bool:
+        """Return whether `lookup` finds the chunk."""
+        return key in self._table.window.by_key
 
     def __contains__(self, key: object) -> bool:
-        return key in self._table.by_key
+        return key in self._table.window.by_key or key in self._table.kept.by_key
 
     def pin(self, chunk: CachedChunk, pinner: Hashable, *, owner: Hashable = None) -> bool:
         """Keep the chunk for `pinner` (one rank of one attempt of a load), counted for the owner. Idempotent.
@@ -329,7 +391,7 @@ class ChunkCache:
         if not self._table.has(chunk):
             return False
         if pinner not in self._table.slots[chunk.slot].pins:
-            if not self.shares.may_use(owner, chunk.slot):
+            if not self._may_use(owner, chunk.slot):
                 return False
             self._table.pin(chunk.slot, pinner, owner)
         return True
@@ -349,7 +411,7 @@ class ChunkCache:
         if not self._table.has(chunk):
             return False
         if (process, reader) not in self._table.slots[chunk.slot].holds:
-            if not self.shares.may_use(owner, chunk.slot):
+            if not self._may_use(owner, chunk.slot):
                 return False
             self._table.hold(chunk.slot, (process, reader), owner)
         return True
@@ -365,6 +427,37 @@ class ChunkCache:
         """Hide the chunk committed under `key`, because its bytes turned out to be wrong."""
         self._table.rename(key, secrets.token_bytes(KEY_BYTES))
 
+    # --- the memory of kept slots --------------------------------------------------------------------------
+
+    def shrink(self, holder: ProcessId) -> Lease | None:
+        """Lease a kept slot that has memory to the caller, who frees that memory and then calls `shrunk`.
+
+        Free slots come first, then the least recently used. None when no kept slot has memory that can be freed.
+        """
+        kept = self._table.kept
+        index = next((index for index in reversed(kept.free) if index in self._touched), None)
+        if index is not None:
+            kept.free.remove(index)
+        elif kept.evictable:
+            index, _ = self._table.evict_oldest(kept)
+            self._counts.evicted += 1
+        else:
+            return None
+        return self._lease_at(index, secrets.token_bytes(KEY_BYTES), holder, math.inf)
+
+    @property
+    def reclaimable_slots(self) -> int:
+        """Return how many kept slots have memory that `shrink` would free."""
+        kept = self._table.kept
+        return len(kept.evictable) + sum(index in self._touched for index in kept.free)
+
+    def shrunk(self, lease: Lease) -> None:
+        """Note that the slot of a lease of `shrink` has no memory any more. It is the last to be used again."""
+        self._touched.discard(lease.slot)
+        self._table.to_free(lease.slot)
+        self._table.kept.free.remove(lease.slot)
+        self._table.kept.free.insert(0, lease.slot)
+
     # --- restart -------------------------------------------------------------------------------------------
 
     def restore(self, survivors: Iterable[ProcessId], now_s: float) -> list[Lease]:
@@ -377,7 +470,8 @@ class ChunkCache:
         if any(slot.generation for slot in self._table.slots):
             raise ValueError("restore must be called before any slot of the cache is used")
         records = self._journal.records()
-        self._ready_slots = slots_with_memory(records, self._ready_slots)
+        self._ready_slots = slots_with_memory(records[: self.window_slots], self._ready_slots)
+        self._touched = {at for at, record in enumerate(records) if record.generation and at >= self.window_slots}
         quarantined = restore_slots(self._table, records, self._ready_slots, list(survivors), now_s)
         self._counts.quarantined += len(quarantined)
         return quarantined
@@ -398,6 +492,64 @@ class ChunkCache:
 
     # --- inside --------------------------------------------------------------------------------------------
 
+    def _used_now(self, index: int) -> CachedChunk:
+        evictable = self._table.region(index).evictable
+        if index in evictable:
+            evictable.move_to_end(index)
+        return self._table.chunk(index)
+
+    def _may_use(self, owner: Hashable, slot: int) -> bool:
+        return not self._table.in_window(slot) or self.shares.may_use(owner, slot)
+
+    def _lease_kept(self, key: bytes, holder: ProcessId, deadline_s: float) -> CachedChunk | None:
+        """Lease a kept slot: one that has memory, else a new one where memory may grow, else the least recently used.
+
+        None when there is none.
+        """
+        kept = self._table.kept
+        if kept.free and (self.may_grow or kept.free[-1] in self._touched):
+            index = kept.free.pop()
+        elif kept.evictable:
+            index, _ = self._table.evict_oldest(kept)
+            self._counts.evicted += 1
+        else:
+            return None
+        self._touched.add(index)
+        self._lease_at(index, key, holder, deadline_s)
+        return self._table.chunk(index)
+
+    def _lease_at(self, index: int, key: bytes, holder: ProcessId, deadline_s: float) -> Lease:
+        generation = self._table.slots[index].generation + 1
+        lease = Lease(self._table.lease_id(index, generation), index, generation, key, holder, None, deadline_s)
+        self._table.to_leased(index, lease)
+        return lease
+
+    def _free(self, index: int) -> None:
+        """Free a leased or quarantined slot, and what its lease has of the kept slots."""
+        lease = self._table.slots[index].lease
+        self._table.to_free(index)
+        if lease is not None:
+            self._end_kept(lease, None)
+
+    def _end_kept(self, lease: Lease, length_bytes: int | None) -> None:
+        """End what a lease has of the kept slots: its hold, and its slot, which has `length_bytes` or is free again."""
+        slots = self._table.slots
+        if lease.read is not None and (lease.holder, lease.lease_id) in slots[lease.read.slot].holds:
+            self._table.release(lease.read.slot, (lease.holder, lease.lease_id))
+        if lease.keep is None or slots[lease.keep.slot].generation != lease.keep.generation:
+            return
+        index = lease.keep.slot
+        if slots[index].state not in (SlotState.LEASED, SlotState.QUARANTINED):
+            return
+        if length_bytes is None or lease.key in self._table.kept.by_key:
+            self._table.to_free(index)
+        else:
+            self._table.to_committed(index, length_bytes)
+            self._table.settle(index)
+
     def _quarantine(self, index: int, now_s: float) -> None:
+        lease = self._table.slots[index].lease
         self._table.to_quarantine(index, now_s)
         self._counts.quarantined += 1
+        if lease is not None and lease.keep is not None:
+            self._table.to_quarantine(lease.keep.slot, now_s)

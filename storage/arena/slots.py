@@ -3,6 +3,10 @@
 `storage.arena.chunk_cache` decides which change of state is allowed. Here each change updates the slot, writes its
 record, and updates the indexes and shares that depend on it. All changes are O(1).
 
+Regions: the first slots are the *window*, which every process maps and works in. The others are *kept* slots, which
+nobody maps: a chunk that stays for later loads is copied there. A chunk may have a slot in each region. A window slot
+is free again as soon as nobody uses it and its chunk is kept.
+
 Records: a record is written *before* anybody is notified of the change (write-ahead). So a process that reads the
 records after a crash knows at least as much as any worker did.
 
@@ -12,7 +16,8 @@ shared, and the oldest owner comes first. One law makes this safe:
 
     sum over owners of max(minimum, used) <= slot_count
 
-So an owner below its minimum always finds an unused slot, whatever the others do.
+So an owner below its minimum always finds an unused slot, whatever the others do. Shares count window slots only,
+because no load needs a kept slot to make progress.
 """
 
 from __future__ import annotations
@@ -319,6 +324,16 @@ class Answer(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class CachedChunk:
+    """A committed chunk and its slot. It may be read only while a pin or a hold protects it."""
+
+    key: bytes
+    slot: int
+    generation: int  # rejects late messages: the slot may have had other chunks before and after
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right of one process to write one chunk into one slot, until a deadline."""
 
@@ -330,16 +345,8 @@ class Lease:
     owner: Hashable  # the load that the slot counts for; None after a restart
     deadline_s: float  # on the caller's clock
     evicted_key: bytes | None = None  # key of the chunk that was evicted to free the slot
-
-
-@dataclass(frozen=True, slots=True)
-class CachedChunk:
-    """A committed chunk and its slot. It may be read only while a pin or a hold protects it."""
-
-    key: bytes
-    slot: int
-    generation: int  # rejects late messages: the slot may have had other chunks before and after
-    length_bytes: int
+    read: CachedChunk | None = None  # the kept copy of the chunk, held for this lease
+    keep: CachedChunk | None = None  # the kept slot to copy the chunk to, leased with this lease
 
 
 _Name = TypeVar("_Name")
@@ -366,24 +373,41 @@ class Slot:
         return bool(self.pins or self.holds)
 
 
+@dataclass(slots=True)
+class Region:
+    """The slots of one region, by state and key."""
+
+    free: list[int] = field(default_factory=list)  # a stack: the slot freed last is reused first, its memory is warm
+    by_key: dict[bytes, int] = field(default_factory=dict)  # committed chunks only
+    evictable: OrderedDict[int, None] = field(default_factory=OrderedDict)  # committed, not in use, oldest first
+    used_bytes: int = 0  # of committed chunks
+
+
 class SlotTable:
     """All slots, indexed by state, key, process and pinner."""
 
-    def __init__(self, slot_count: int, journal: SlotJournal, shares: SlotShares) -> None:
+    def __init__(self, slot_count: int, window_slots: int, journal: SlotJournal, shares: SlotShares) -> None:
         self.slots = [Slot() for _ in range(slot_count)]
-        self.free: list[int] = []  # a stack: the slot freed last is reused first, because its memory is warm
-        self.by_key: dict[bytes, int] = {}  # committed chunks only
-        self.evictable: OrderedDict[int, None] = OrderedDict()  # committed and not in use, least recently used first
-        self.in_flight: defaultdict[bytes, set[int]] = defaultdict(set)  # key -> slots LEASED for it
+        self.window_slots = window_slots
+        self.window = Region()
+        self.kept = Region()
+        self.in_flight: defaultdict[bytes, set[int]] = defaultdict(set)  # key -> window slots LEASED for it
         self.leased_by: defaultdict[ProcessId, set[int]] = defaultdict(set)  # LEASED or QUARANTINED
         self.held_by: defaultdict[ProcessId, set[int]] = defaultdict(set)
         self.quarantine: set[int] = set()
-        self.leased_slots = 0
-        self.used_bytes = 0  # of committed chunks
+        self.leased_slots = 0  # of the window
         self._journal = journal
         self._shares = shares
 
     # --- finding -------------------------------------------------------------------------------------------
+
+    def in_window(self, index: int) -> bool:
+        """Return whether the slot is part of the window."""
+        return index < self.window_slots
+
+    def region(self, index: int) -> Region:
+        """Return the region of the slot."""
+        return self.window if index < self.window_slots else self.kept
 
     def lease_id(self, index: int, generation: int) -> str:
         """Return the name of the lease that has this number on the slot."""
@@ -403,7 +427,7 @@ class SlotTable:
         return index, Answer.DONE
 
     def chunk(self, index: int) -> CachedChunk:
-        """Return the chunk that is committed in the slot."""
+        """Return the chunk in the slot, as it is named while this lease or this commit lasts."""
         slot = self.slots[index]
         return CachedChunk(slot.key, index, slot.generation, slot.length_bytes)
 
@@ -422,7 +446,11 @@ class SlotTable:
         slot.state, slot.generation = SlotState.LEASED, lease.generation
         slot.key, slot.lease = lease.key, lease
         self._write(index)
-        self._index_lease(index, lease)
+        self.leased_by[lease.holder].add(index)
+        if self.in_window(index):
+            self.leased_slots += 1
+            self.in_flight[lease.key].add(index)
+            self._shares.claim(lease.owner, index)
 
     def to_committed(self, index: int, length_bytes: int) -> None:
         """Move the slot from LEASED to COMMITTED. The caller drops the lease's claim once the pins have theirs."""
@@ -431,7 +459,7 @@ class SlotTable:
             self._unindex_lease(index, slot.lease)
         slot.state, slot.length_bytes, slot.lease = SlotState.COMMITTED, length_bytes, None
         self._write(index)
-        self.leased_slots -= 1
+        self.leased_slots -= self.in_window(index)
         self._index_committed(index)
 
     def to_quarantine(self, index: int, now_s: float) -> None:
@@ -439,7 +467,7 @@ class SlotTable:
         slot = self.slots[index]
         slot.state, slot.quarantined_at_s = SlotState.QUARANTINED, now_s
         self._write(index)
-        self.leased_slots -= 1
+        self.leased_slots -= self.in_window(index)
         self.quarantine.add(index)
         _discard(self.in_flight, slot.key, index)
 
@@ -447,34 +475,32 @@ class SlotTable:
         """Move the slot from LEASED or QUARANTINED to FREE. Its holder must have stopped writing."""
         slot = self.slots[index]
         if slot.state is SlotState.LEASED:
-            self.leased_slots -= 1
+            self.leased_slots -= self.in_window(index)
         self.quarantine.discard(index)
         lease, slot.state, slot.key, slot.lease = slot.lease, SlotState.FREE, b"", None
         self._write(index)
         if lease is not None:
             self._unindex_lease(index, lease)
-            self._shares.drop(lease.owner, index)
-        self.free.append(index)
+            if self.in_window(index):
+                self._shares.drop(lease.owner, index)
+        self.region(index).free.append(index)
 
-    def evict_oldest(self) -> tuple[int, bytes]:
+    def evict_oldest(self, region: Region) -> tuple[int, bytes]:
         """Hide the least recently used chunk and return its (slot, key). Lease the slot in the same step."""
-        index, _ = self.evictable.popitem(last=False)
-        slot = self.slots[index]
-        del self.by_key[slot.key]
-        self.used_bytes -= slot.length_bytes
-        slot.length_bytes = 0
-        return index, slot.key
+        index, _ = region.evictable.popitem(last=False)
+        return index, self._hide(index)
 
     def rename(self, key: bytes, new_key: bytes) -> None:
-        """Give the chunk committed under `key`, if any, another key. It stays while in use and is evicted first."""
-        if key not in self.by_key:
-            return
-        index = self.by_key.pop(key)
-        self.slots[index].key = new_key
-        self._write(index)
-        self.by_key[new_key] = index
-        if index in self.evictable:
-            self.evictable.move_to_end(index, last=False)
+        """Give the copies committed under `key`, if any, another key. They stay while in use and are evicted first."""
+        for region in (self.kept, self.window):
+            if key not in region.by_key:
+                continue
+            index = region.by_key.pop(key)
+            self.slots[index].key = new_key
+            self._write(index)
+            region.by_key[new_key] = index
+            if index in region.evictable:
+                region.evictable.move_to_end(index, last=False)
 
     def restore_committed(self, index: int, record: SlotRecord) -> None:
         """Restore a committed chunk from its record in the journal."""
@@ -489,12 +515,12 @@ class SlotTable:
         pins = self.slots[index].pins
         if pinner not in pins:
             pins[pinner] = owner
-            self._shares.claim(owner, index)
+            self._claim(owner, index)
             self.settle(index)
 
     def unpin(self, index: int, pinner: Hashable) -> None:
         """Drop a pin, which must exist."""
-        self._shares.drop(self.slots[index].pins.pop(pinner), index)
+        self._drop(self.slots[index].pins.pop(pinner), index)
         self.settle(index)
 
     def hold(self, index: int, reader: Reader, owner: Hashable) -> None:
@@ -503,23 +529,34 @@ class SlotTable:
         if reader not in holds:
             holds[reader] = owner
             self.held_by[reader[0]].add(index)
-            self._shares.claim(owner, index)
+            self._claim(owner, index)
             self.settle(index)
 
     def release(self, index: int, reader: Reader) -> None:
         """Drop a hold, which must exist."""
         holds = self.slots[index].holds
-        self._shares.drop(holds.pop(reader), index)
+        self._drop(holds.pop(reader), index)
         if not any(process == reader[0] for process, _ in holds):
             _discard(self.held_by, reader[0], index)
         self.settle(index)
 
     def settle(self, index: int) -> None:
-        """Update whether a committed slot can be evicted, after its users changed. If so, it is most recently used."""
+        """Update whether a committed slot can be reused, after its users changed.
+
+        A window slot whose chunk is kept is free at once, the next to be used. Another slot becomes the most recently
+        used of those that can be evicted.
+        """
+        region = self.region(index)
         if self.slots[index].in_use:
-            self.evictable.pop(index, None)
+            region.evictable.pop(index, None)
+        elif region is self.window and self.slots[index].key in self.kept.by_key:
+            region.evictable.pop(index, None)
+            self._hide(index)
+            self.slots[index].state, self.slots[index].key = SlotState.FREE, b""
+            self._write(index)
+            region.free.append(index)
         else:
-            self.evictable[index] = None
+            region.evictable[index] = None
 
     # --- inside --------------------------------------------------------------------------------------------
 
@@ -530,15 +567,25 @@ class SlotTable:
         self._journal.write_record(index, record)
 
     def _index_committed(self, index: int) -> None:
-        slot = self.slots[index]
-        self.by_key[slot.key] = index
-        self.used_bytes += slot.length_bytes
+        slot, region = self.slots[index], self.region(index)
+        region.by_key[slot.key] = index
+        region.used_bytes += slot.length_bytes
 
-    def _index_lease(self, index: int, lease: Lease) -> None:
-        self.leased_slots += 1
-        self.leased_by[lease.holder].add(index)
-        self.in_flight[lease.key].add(index)
-        self._shares.claim(lease.owner, index)
+    def _hide(self, index: int) -> bytes:
+        """Take a committed chunk out of the index, and return its key."""
+        slot, region = self.slots[index], self.region(index)
+        del region.by_key[slot.key]
+        region.used_bytes -= slot.length_bytes
+        slot.length_bytes = 0
+        return slot.key
+
+    def _claim(self, owner: Hashable, index: int) -> None:
+        if self.in_window(index):
+            self._shares.claim(owner, index)
+
+    def _drop(self, owner: Hashable, index: int) -> None:
+        if self.in_window(index):
+            self._shares.drop(owner, index)
 
     def _unindex_lease(self, index: int, lease: Lease) -> None:
         _discard(self.in_flight, lease.key, index)

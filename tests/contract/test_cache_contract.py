@@ -51,25 +51,35 @@ class CacheMachine(RuleBasedStateMachine):
     leases = Bundle("leases")
     chunks = Bundle("chunks")
 
-    def make_journal(self, slot_count: int) -> SlotJournal:
-        return MemoryJournal(slot_count)
+    def make_journal(self) -> SlotJournal:
+        return MemoryJournal(self.slot_count + self.kept_slots)
 
     def reopen_journal(self) -> SlotJournal:
         """Return the journal as a restarted agent finds it."""
         return self.journal
 
-    def make_memory(self, slot_count: int) -> MutableSequence[object]:
+    def make_memory(self) -> MutableSequence[object]:
         """The slots' contents."""
-        return [None] * slot_count
+        return [None] * (self.slot_count + self.kept_slots)
 
-    @initialize(slot_count=st.integers(1, 5), ready_slots=st.integers(0, 5))
-    def start(self, slot_count: int, ready_slots: int) -> None:
-        self.slot_count = slot_count
-        self.journal = self.make_journal(slot_count)
+    def new_cache(self) -> ChunkCache:
+        return ChunkCache(
+            self.slot_count + self.kept_slots,
+            window_slots=self.slot_count,
+            journal=self.journal,
+            ready_slots=self.ready_slots,
+        )
+
+    @initialize(slot_count=st.integers(1, 5), ready_slots=st.integers(0, 5), kept_slots=st.integers(0, 3))
+    def start(self, slot_count: int, ready_slots: int, kept_slots: int) -> None:
+        self.slot_count, self.kept_slots = slot_count, kept_slots
+        self.journal = self.make_journal()
         self.ready_slots = min(ready_slots, slot_count)
-        self.cache = ChunkCache(slot_count, journal=self.journal, ready_slots=self.ready_slots)
+        self.cache = self.new_cache()
         self.now_s = 0.0
-        self.memory = self.make_memory(slot_count)
+        self.memory = self.make_memory()
+        self.reads: dict[str, CachedChunk] = {}  # lease -> kept chunk that its holder reads
+        self.old_reads: dict[str, CachedChunk] = {}  # of them: those that a restarted agent has not settled
         self.workers = [ProcessId(100 + number, 1) for number in range(4)]
         self.unnoticed: list[ProcessId] = []  # dead, and the agent does not know
         self.open: dict[str, Lease] = {}  # leases whose end was not reported to the agent
@@ -82,6 +92,17 @@ class CacheMachine(RuleBasedStateMachine):
     def writers(self) -> dict[str, Lease]:
         """Leases whose holder may still write, whatever the agent thinks of them."""
         return {name: lease for name, lease in self.open.items() if lease.holder in self.workers}
+
+    @property
+    def written(self) -> set[int]:
+        """Slots that writers may write."""
+        slots = {lease.slot for lease in self.writers.values()}
+        return slots | {lease.keep.slot for lease in self.writers.values() if lease.keep is not None}
+
+    @property
+    def read(self) -> dict[str, CachedChunk]:
+        """Kept chunks that living holders of leases may read."""
+        return {name: self.reads[name] for name in self.writers if name in self.reads}
 
     # --- loads come and go ---
 
@@ -121,26 +142,42 @@ class CacheMachine(RuleBasedStateMachine):
         stats = self.cache.stats()
         self.cache.forget(key)
         assert key not in self.cache
-        assert self.cache.lookup(key) is None
+        assert self.cache.lookup(key) is self.cache.kept(key) is None
         assert self.cache.stats().used_bytes == stats.used_bytes
 
     # --- writing ---
 
-    @rule(target=leases, key=keys, worker=workers, owner=owners, seconds=st.integers(1, 5))
-    def lease(self, key: bytes, worker: int, owner: str, seconds: int) -> object:
+    @rule(
+        target=leases, key=keys, worker=workers, owner=owners, seconds=st.integers(1, 5), keep=st.booleans(),
+        may_grow=st.booleans(),
+    )  # fmt: skip
+    def lease(self, key: bytes, worker: int, owner: str, seconds: int, keep: bool, may_grow: bool) -> object:
         used, minimum = self.cache.shares.used(owner), self.cache.shares.minimum(owner)
         touched = self._touched()
-        visible = {key for key in KEYS if key in self.cache}
-        lease = self.cache.lease(key, self.workers[worker], self.now_s + seconds, owner=owner)
+        visible = {key for key in KEYS if self.cache.in_window(key)}
+        kept = {key for key in KEYS if self.cache.kept(key)}
+        self.cache.may_grow = may_grow
+        lease = self.cache.lease(key, self.workers[worker], self.now_s + seconds, owner=owner, keep=keep)
         if lease is None:
-            assert {key for key in KEYS if key in self.cache} == visible
+            assert {key for key in KEYS if self.cache.in_window(key)} == visible
+            assert {key for key in KEYS if self.cache.kept(key)} == kept
             # A load below its minimum is never refused, once there is memory behind the slots.
             assert used >= minimum or self.ready_slots < self.slot_count
             return multiple()
         assert lease.slot < self.ready_slots
         assert lease.slot not in touched
         assert lease.lease_id not in self.open
-        assert {key for key in KEYS if key in self.cache} == visible - {lease.evicted_key}
+        assert {key for key in KEYS if self.cache.in_window(key)} == visible - {lease.evicted_key}
+        assert {key for key in KEYS if self.cache.kept(key)} <= kept
+        if lease.read is not None:
+            assert key in kept
+            assert lease.keep is None
+            assert self.memory[lease.read.slot] == key
+            self.reads[lease.lease_id] = lease.read
+        if lease.keep is not None:
+            assert keep
+            assert lease.keep.slot not in touched
+            self.memory[lease.keep.slot] = None
         assert lease.evicted_key is None or lease.evicted_key in visible or lease.evicted_key not in KEYS
         assert lease in self.cache.in_flight(key)
         self.open[lease.lease_id] = self.running[lease.lease_id] = lease
@@ -152,23 +189,29 @@ class CacheMachine(RuleBasedStateMachine):
         """Write into the holder's slot, in time or late, as long as nothing stops it."""
         if lease.lease_id in self.writers:
             self.memory[lease.slot] = ("half of", lease.lease_id)
+            if lease.keep is not None:
+                self.memory[lease.keep.slot] = ("half of", lease.lease_id)
 
-    @rule(lease=leases, pinners=st.sets(st.integers(0, 2)))
-    def commit(self, lease: Lease, pinners: set[int]) -> None:
+    @rule(lease=leases, pinners=st.sets(st.integers(0, 2)), kept=st.booleans())
+    def commit(self, lease: Lease, pinners: set[int], kept: bool) -> None:
         """A report that may come twice, too late, or after its sender has died; the bytes were whole before."""
         in_time = lease.lease_id in self.running
         if in_time:
             self.memory[lease.slot] = lease.key
+            if lease.keep is not None and kept:
+                self.memory[lease.keep.slot] = lease.key
         elif lease.lease_id in self.writers:
             self.memory[lease.slot] = ("late", lease.lease_id)
-        there = lease.key in self.cache
+        there, was_kept = self.cache.in_window(lease.key), self.cache.kept(lease.key) is not None
         wanted = [(str(lease.owner), rank) for rank in sorted(pinners)]
-        answer = self.cache.commit(lease.lease_id, LENGTH_BYTES, wanted)
+        answer = self.cache.commit(lease.lease_id, LENGTH_BYTES, wanted, kept=kept)
         if not in_time:
             assert answer in (Answer.LATE, Answer.REPEATED)
             return
         assert answer is (Answer.DUPLICATE if there else Answer.DONE)
         del self.running[lease.lease_id], self.open[lease.lease_id]
+        now_kept = was_kept or (answer is Answer.DONE and kept and lease.keep is not None)
+        assert (self.cache.kept(lease.key) is not None) == now_kept
         if answer is Answer.DONE:
             for pinner in wanted:
                 self.pins.setdefault(pinner, set()).add(lease.slot)
@@ -195,7 +238,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert {lease.lease_id for lease in expired} == due
         for name in due:
             del self.running[name]
-        stuck = {lease.lease_id for lease in self.cache.overdue(self.now_s, 0)}
+        stuck = {lease.lease_id for lease in self.cache.overdue(self.now_s, 0) if lease.slot < self.slot_count}
         assert stuck == set(self.open) - set(self.running)
         assert self.cache.overdue(self.now_s, 1e9) == []
 
@@ -219,6 +262,26 @@ class CacheMachine(RuleBasedStateMachine):
         assert (chunk.key, chunk.length_bytes) == (key, LENGTH_BYTES)
         assert self.memory[chunk.slot] == key
         return chunk
+
+    @rule(target=chunks, key=keys)
+    def look_for_kept(self, key: bytes) -> object:
+        chunk = self.cache.kept(key)
+        if chunk is None:
+            return multiple()
+        assert (chunk.key, chunk.length_bytes) == (key, LENGTH_BYTES)
+        assert self.memory[chunk.slot] == key
+        return chunk
+
+    @rule()
+    def shrink(self) -> None:
+        """Give the memory of a kept slot back."""
+        touched = self._touched()
+        agent = ProcessId(1, 1)
+        if (lease := self.cache.shrink(agent)) is not None:
+            assert lease.slot >= self.slot_count
+            assert lease.slot not in touched
+            self.memory[lease.slot] = None
+            self.cache.shrunk(lease)
 
     @rule(chunk=chunks, owner=owners, rank=st.integers(0, 2))
     def pin(self, chunk: CachedChunk, owner: str, rank: int) -> None:
@@ -272,11 +335,12 @@ class CacheMachine(RuleBasedStateMachine):
         """The agent is killed anywhere between two messages; its successor has the journal and the living."""
         visible = {key for key in KEYS if key in self.cache}
         self.journal = self.reopen_journal()
-        self.cache = ChunkCache(self.slot_count, journal=self.journal, ready_slots=self.ready_slots)
+        self.cache = self.new_cache()
         quarantined = self.cache.restore(self.workers, self.now_s)
         assert {key for key in KEYS if key in self.cache} == visible
-        known = {lease.lease_id for lease in quarantined}
+        known = {lease.lease_id for lease in quarantined if lease.slot < self.slot_count}
         assert known == set(self.open)
+        self.old_reads = dict(self.reads)
         self.running = {}
         self.pins = {}
         self.forgotten = set(self.readings)
@@ -294,6 +358,8 @@ class CacheMachine(RuleBasedStateMachine):
         process = self.workers[worker]
         mine = [(r.chunk, r.reader) for r in sorted(self.readings, key=repr) if r.process == process]
         self.cache.settled(process, mine)
+        for name in [name for name in self.old_reads if name in self.open and self.open[name].holder == process]:
+            del self.old_reads[name], self.reads[name]
         self.forgotten = {reading for reading in self.forgotten if reading.process != process}
 
     def _forget_leases(self, dead: ProcessId) -> None:
@@ -305,21 +371,23 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _touched(self) -> set[int]:
         """Slots that a writer, late or not, or a reader may touch, or that a rank still needs."""
-        writing = {lease.slot for lease in self.writers.values()}
-        reading = {reading.chunk.slot for reading in self.readings}
+        writing = self.written
+        reading = {reading.chunk.slot for reading in self.readings} | {chunk.slot for chunk in self.read.values()}
         return writing.union(reading, *self.pins.values())
 
     @invariant()
     def readers_see_what_they_were_told(self) -> None:
         for reading in self.readings:
             assert self.memory[reading.chunk.slot] == reading.chunk.key
+        for chunk in self.read.values():
+            assert self.memory[chunk.slot] == chunk.key
         for slots in self.pins.values():
             for slot in slots:
                 assert self.memory[slot] in KEYS
 
     @invariant()
     def what_is_visible_is_whole_and_nobody_writes_to_it(self) -> None:
-        late = {lease.slot for lease in self.writers.values()}
+        late = self.written
         records = self.journal.records()
         for slot, record in enumerate(records):
             # Judged by the records, so it holds for an agent that would restart right now.
@@ -342,7 +410,9 @@ class CacheMachine(RuleBasedStateMachine):
         states = stats.free_slots + stats.leased_slots + stats.committed_slots + stats.quarantined_slots
         assert states == stats.ready_slots == self.ready_slots
         assert stats.leased_slots == len(self.running)
-        assert stats.used_bytes == LENGTH_BYTES * stats.committed_slots
+        states_of_kept = [record.state for record in self.journal.records()[self.slot_count :]]
+        committed = states_of_kept.count(SlotState.COMMITTED) if self.kept_slots else stats.committed_slots
+        assert stats.used_bytes == LENGTH_BYTES * committed
         demand = sum(max(shares.minimum(owner), shares.used(owner)) for owner in (*OWNERS, None))
         assert demand <= self.slot_count or shares.used(None)
         assert stats.in_use_slots + stats.leased_slots + stats.quarantined_slots <= sum(
@@ -362,6 +432,7 @@ class CacheMachine(RuleBasedStateMachine):
         for number in range(self.slot_count):
             assert self.cache.lease(bytes([99, number]) * 16, self.workers[0], 1e9, owner="last")
         assert self.cache.lease(KEYS[0], self.workers[0], 1e9, owner="last") is None
+        assert self.cache.stats().kept_in_use_slots == 0
 
 
 SLOT_BYTES = 4096
@@ -378,15 +449,21 @@ class SlotContents(MutableSequence[object]):
     @overload
     def __getitem__(self, index: slice) -> MutableSequence[object]: ...
     def __getitem__(self, index):
-        with self._arena.slot(index) as slot:
+        with self._arena.view(index, SLOT_BYTES) as slot:
             data = bytes(slot)
         # A key fills its slot; anything else is a scribble.
         return data[:32] if data == data[:32] * (SLOT_BYTES // 32) else data
 
     def __setitem__(self, index, value):
         pattern = value if isinstance(value, bytes) else repr(value).encode()
-        with self._arena.slot(index) as slot:
-            slot[:] = (pattern * SLOT_BYTES)[:SLOT_BYTES]
+        content = (pattern * SLOT_BYTES)[:SLOT_BYTES]
+        if index < self._arena.window_slots:
+            with self._arena.slot(index) as slot:
+                slot[:] = content
+        elif value is None:
+            self._arena.give_back(index)
+        else:
+            assert self._arena.keep(index, memoryview(content))
 
     def __delitem__(self, index):
         raise TypeError("slots stay")
@@ -403,10 +480,11 @@ class ArenaMachine(CacheMachine):
 
     folder = ""
 
-    def make_journal(self, slot_count: int) -> Arena:
+    def make_journal(self) -> Arena:
         self.folder = tempfile.mkdtemp(prefix="longshore-test-", dir="/dev/shm")
         self.path = arena_path("cluster", "node", self.folder)
-        self.arena = Arena.create(self.path, slot_count=slot_count, slot_bytes=SLOT_BYTES)
+        slots = self.slot_count + self.kept_slots
+        self.arena = Arena.create(self.path, slot_count=slots, slot_bytes=SLOT_BYTES, window_slots=self.slot_count)
         self.arena.reserve()
         return self.arena
 
@@ -416,7 +494,7 @@ class ArenaMachine(CacheMachine):
         self.memory = SlotContents(self.arena)
         return self.arena
 
-    def make_memory(self, slot_count: int) -> SlotContents:
+    def make_memory(self) -> SlotContents:
         return SlotContents(self.arena)
 
     def teardown(self) -> None:

@@ -39,7 +39,8 @@ def test_bytes_by_source_are_those_of_the_next_load(
     second = plan()
     assert second.resident == ""
     assert second.bytes_by_source == {"store": 0, "arena": second.needed_bytes, "disk": 0}
-    assert second.nodes[0].arena_bytes == longshore.status().nodes[0].arena_bytes
+    (node,) = longshore.status().nodes
+    assert (second.nodes[0].arena_bytes, second.nodes[0].window_bytes) == (node.arena_bytes, node.window_bytes)
     with cluster.load(llama.uri, device="cpu", **llama.options) as again:
         found = again.report.bytes_by_source
         assert (found["arena"], found["store_via_arena"]) == (second.bytes_by_source["arena"], 0)

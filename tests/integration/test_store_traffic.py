@@ -55,7 +55,7 @@ def test_a_model_larger_than_the_arena(longshore: Longshore, llama: StoredModel)
             (node,) = model.report.nodes
             assert node.needed_chunks > 9
             assert set(weight_ranges(proxy).values()) == {1}
-            assert node.arena_bytes == 9 << 20
+            assert node.arena_limit_bytes == 9 << 20
             assert model.call(shard_differs, str(llama.folder), 2, 1, KV_HEADS) == [[], []]
 
 

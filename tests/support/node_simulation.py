@@ -25,7 +25,18 @@ from actors.rank.state import FetchedChunk, Next, RankIdentity, RankState
 from cluster.errors import LoadCancelled
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
-from cluster.messages import Commit, FetchFailure, JoinReply, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
+from cluster.messages import (
+    ARENA_READ,
+    NO_SLOT,
+    Commit,
+    FetchFailure,
+    JoinReply,
+    LeaseOrder,
+    NodeJob,
+    Orders,
+    RankHello,
+    RankUpdate,
+)
 from cluster.planning.cut_model import CutModel
 from cluster.planning.packed_plan import SharedTables
 from cluster.telemetry.stats import NodeReport
@@ -188,6 +199,8 @@ class SimRank:
         else:
             self._begun_s[lease.lease_id] = self.node.now_s
             self.node.write(self, lease.slot, ("half of", lease.lease_id))
+            if lease.keep_slot != NO_SLOT:
+                self.node.write(self, lease.keep_slot, ("half of", lease.lease_id))
 
     def end_write(self, error: LongshoreError | None = None, index: int = 0, *, at_once: bool = False) -> None:
         """The bytes are there, or the last try has failed; a closed lease may be committed all the same.
@@ -198,16 +211,28 @@ class SimRank:
         if not begun:
             return
         lease, placed_bytes = begun[index % len(begun)], 0
-        if error is None:
+        if lease.read_slot != NO_SLOT or error is None:
+            commit = self._fetch(lease)
             self.node.write(self, lease.slot, self.load.model.content(lease.chunk))
-            self.node.fetched[self.load.model, lease.chunk] += 1
-            result = FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk))
+            result = FetchedChunk(lease.lease_id, commit)
             placed_bytes = CHUNK_BYTES if at_once and lease.chunk in self.needed else 0
         else:
             self.node.write(self, lease.slot, ("rubbish of", lease.lease_id))
             result = FetchedChunk(lease.lease_id, failure=FetchFailure(lease.lease_id, lease.chunk, error, 1))
         took_s = self.node.now_s - self._begun_s.pop(lease.lease_id)
         self.state.fetch_ended(result, CHUNK_BYTES, took_s, self.node.now_s, placed_bytes)
+
+    def _fetch(self, lease: LeaseOrder) -> Commit:
+        """Read the kept copy, or fetch the chunk and keep it if there is memory for it."""
+        content = self.load.model.content(lease.chunk)
+        if lease.read_slot != NO_SLOT:
+            assert self.node.memory[lease.read_slot] == content, "a kept slot has another chunk"
+            return Commit(lease.lease_id, lease.chunk, source=ARENA_READ)
+        self.node.fetched[self.load.model, lease.chunk] += 1
+        kept = lease.keep_slot != NO_SLOT and self.node.has_memory
+        if kept:
+            self.node.write(self, lease.keep_slot, content)
+        return Commit(lease.lease_id, lease.chunk, kept=kept)
 
     def begin_place(self, index: int = 0) -> None:
         """Begin to copy a readable chunk, when no copy is under way."""
@@ -323,35 +348,64 @@ class NodeSimulation:
     """The node. `fates` of messages: arrives, lost (never), unanswered, late (unanswered, arrives later), twice."""
 
     def __init__(
-        self, slot_count: int, ready_slots: int | None = None, seed: int = 0, hedge_after_s: float = 0.0
+        self,
+        slot_count: int,
+        ready_slots: int | None = None,
+        seed: int = 0,
+        hedge_after_s: float = 0.0,
+        kept_slots: int = 0,
     ) -> None:
-        self.slot_count = slot_count
+        self.slot_count = slot_count  # of the window
+        self.kept_slots = kept_slots
+        self.has_memory = True  # for chunks that are to be kept
         self.hedge_after_s = hedge_after_s
         self.ready_slots = slot_count if ready_slots is None else ready_slots
-        self.journal = MemoryJournal(slot_count)
+        self.journal = MemoryJournal(slot_count + kept_slots)
         self.chance = random.Random(seed)
-        self.cache = ChunkCache(slot_count, journal=self.journal, ready_slots=self.ready_slots)
+        self.cache = self._new_cache()
         self.ledger = NodeLedger(self.cache, CHUNK_BYTES, self.chance)
         self.now_s = 0.0
         self.pids = itertools.count(100)
-        self.memory: list[object] = [None] * slot_count
+        self.memory: list[object] = [None] * (slot_count + kept_slots)
         self.loads: dict[str, SimLoad] = {}
         self.restarted = False
         self.ranks: list[SimRank] = []  # every process there ever was
         self.late: list[RankHello | RankUpdate] = []
         self.fetched: Counter[tuple[SimModel, int]] = Counter()
 
+    def _new_cache(self) -> ChunkCache:
+        return ChunkCache(
+            self.slot_count + self.kept_slots,
+            window_slots=self.slot_count,
+            journal=self.journal,
+            ready_slots=self.ready_slots,
+        )
+
     # -- memory ------------------------------------------------------------------------------------------------
 
     def write(self, who: SimRank, slot: int, content: object) -> None:
         self.check_unread(slot)
         others = [rank for rank in self.ranks if rank.alive and rank is not who]
-        assert slot not in {lease.slot for rank in others for lease in rank.leases}, "two writers in one slot"
+        leases = [lease for rank in others for lease in rank.leases]
+        assert slot not in {slot for lease in leases for slot in (lease.slot, lease.keep_slot)}, (
+            "two writers in one slot"
+        )
         self.memory[slot] = content
 
+    def shrink(self) -> None:
+        """Give the memory of one kept slot back, as the agent does when the host lacks some."""
+        me = ProcessId(1, 1)
+        if (lease := self.cache.shrink(me)) is not None:
+            self.check_unread(lease.slot)
+            self.memory[lease.slot] = "zeros"
+            self.cache.shrunk(lease)
+
     def check_unread(self, slot: int) -> None:
-        reading = {slot for rank in self.ranks if rank.alive for _, slot in rank.readable}
-        assert slot not in reading, "a writer where somebody reads"
+        living = [rank for rank in self.ranks if rank.alive]
+        reading = {slot for rank in living for _, slot in rank.readable}
+        assert slot not in reading | {lease.read_slot for rank in living for lease in rank.leases}, (
+            "a writer where somebody reads"
+        )
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -438,7 +492,7 @@ class NodeSimulation:
         """Kill the agent between two messages. The coordinator sends the loads to its successor."""
         self.restarted = True
         self.late.clear()
-        self.cache = ChunkCache(self.slot_count, journal=self.journal, ready_slots=self.ready_slots)
+        self.cache = self._new_cache()
         restored = self.cache.restore([rank.process for rank in self.mapping()], self.now_s)
         self.ledger = NodeLedger(self.cache, CHUNK_BYTES, self.chance, restored=restored)
         for load in self.loads.values():
@@ -531,7 +585,7 @@ class NodeSimulation:
             places = node_load.ranks.values()
             running = Counter(chunk for place in places for chunk in place.leases.values())
             assert max(running.values(), default=0) <= (2 if self.hedge_after_s else 1)
-            report = node_load.report("node", "host", 0)
+            report = node_load.report("node", "host")
             assert report.hedges_won <= report.hedges <= report.needed_chunks
 
     def check_reports(self) -> None:
@@ -558,7 +612,7 @@ class NodeSimulation:
                 self.end_load(load)
         self.tick()
         stats = self.cache.stats()
-        assert (stats.leased_slots, stats.quarantined_slots, stats.in_use_slots) == (0, 0, 0)
+        assert (stats.leased_slots, stats.quarantined_slots, stats.in_use_slots, stats.kept_in_use_slots) == (0,) * 4
         assert self.cache.reserve("last", self.slot_count)
         nobody = ProcessId(1, 1)
         for number in range(self.slot_count):

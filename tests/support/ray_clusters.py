@@ -40,6 +40,7 @@ GPUS_PER_NODE = 2
 NODE_START_S = 240.0  # on however slow a machine
 TEST_SETTINGS: dict[str, Any] = {
     "arena_bytes": 96 * MIB,
+    "window_bytes": 48 * MIB,
     "slot_bytes": MIB,
     "chunk_bytes": MIB,
     "heartbeat_s": 0.2,

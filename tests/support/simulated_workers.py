@@ -53,7 +53,11 @@ class SimHost(NodeSimulation):
     """A node whose ranks, agent and messages live by the cluster's clock."""
 
     def __init__(self, cluster: ClusterSimulation, host: Host, slot_count: int) -> None:
-        super().__init__(slot_count, hedge_after_s=cluster.config.hedge_after_s if cluster.config.hedge_factor else 0.0)
+        super().__init__(
+            slot_count,
+            hedge_after_s=cluster.config.hedge_after_s if cluster.config.hedge_factor else 0.0,
+            kept_slots=slot_count if len(cluster.hosts) % 2 else 0,  # on every second node
+        )
         self.cluster, self.host = cluster, host
         self.journal.epoch = host.node_id  # the same in every life of the same seed
         self.agent: SimAgent | None = None
@@ -147,7 +151,7 @@ class SimHost(NodeSimulation):
         beat = self.ledger.beat("node", "host", "0", self.now_s, ())
         ranks = [(r.load_id, r.attempt, r.rank, r.incarnation, r.pid, r.placed_bytes) for r in beat.ranks]
         loads = [(load.load_id, load.attempt, load.store_bytes, str(load.error), load.complete) for load in beat.loads]
-        return ranks, loads, self.cache.stats().committed_slots
+        return ranks, loads, self.cache.stats().used_bytes
 
     def check(self) -> None:
         """Check after every event that each slot to be read holds the reported chunk."""
@@ -222,7 +226,8 @@ class SimAgent:
         if self.shut:
             raise AgentEnded("the agent of this node was shut down")
         slots = self.node.slot_count * self.cluster.config.slot_bytes
-        return NodeFacts(self.node.host.node_id, self._host, slots, (MemoryPool("host", 1 << 40, 1 << 40),), (), "")
+        pools = (MemoryPool("host", 1 << 40, 1 << 40),)
+        return NodeFacts(self.node.host.node_id, self._host, slots, pools, (), "", window_bytes=slots)
 
     def begin(self, job: NodeJob, shared: bytes) -> bool:
         tables = unpack_shared(shared)

@@ -18,7 +18,14 @@ def test_settings_come_from_the_environment_and_overrides_win() -> None:
 @pytest.mark.parametrize("value", ["inf", "nan", "1e300", "0", "-1", "", "soon"])
 @pytest.mark.parametrize("name", [name for name in Config.model_fields if name.endswith("_s")])
 def test_impossible_times_are_refused(name: str, value: str) -> None:
-    may_be_off = ("warm_workers_s", "node_wait_s", "cluster_lost_after_s", "idle_agent_s", "access_grace_s")
+    may_be_off = (
+        "warm_workers_s",
+        "node_wait_s",
+        "cluster_lost_after_s",
+        "idle_agent_s",
+        "access_grace_s",
+        "cache_idle_s",
+    )
     if name in may_be_off and value == "0":
         assert getattr(Config.from_env({f"LONGSHORE_{name.upper()}": value}), name) == 0  # off, or Ray's
         return

@@ -39,7 +39,7 @@ LABELS = {
     "state",
     "tier",
 }
-LABELS |= {"process", "gpu", "version"}
+LABELS |= {"process", "gpu", "version", "region"}
 ARENA = ArenaUse(64, 32, 1, 0)
 CACHE = CacheStats(
     8, 8, 3, 1, 4, 0, 1, 32, hits=0, misses=0, committed=9, evicted=5, expired=0, duplicates=0, quarantined=2

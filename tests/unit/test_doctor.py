@@ -116,9 +116,13 @@ def test_packages_and_memory_are_reported() -> None:
     assert "available" in memory.detail
 
 
-def test_an_arena_that_does_not_fit_fails_with_both_remedies(tmp_path: Path) -> None:
-    (check,) = host_checks.check_arena(Config(arena_bytes=1 << 60), str(tmp_path))
-    assert check.outcome == "fail"
+@pytest.mark.parametrize(
+    ("config", "outcome"),
+    [(Config(arena_bytes=1 << 60), "warn"), (Config(arena_bytes=1 << 60, window_bytes=1 << 60), "fail")],
+)
+def test_an_arena_larger_than_memory_has_both_remedies(tmp_path: Path, config: Config, outcome: str) -> None:
+    (check,) = host_checks.check_arena(config, str(tmp_path))
+    assert check.outcome == outcome
     assert "LONGSHORE_ARENA_BYTES" in check.hint
     assert "shm-size" in check.hint
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.config import Config
 from cluster.errors import DoesNotFit, DoesNotFitNow
-from cluster.fit.needs import check_fit, gpu_bytes, host_bytes, min_slots, planned_arena_bytes
+from cluster.fit.needs import check_fit, gpu_bytes, host_bytes, min_slots, planned_arena_bytes, planned_window_bytes
 from cluster.fit.options import FitOptions
 from cluster.layouts.mesh import Layout
 from cluster.planning.make_plan import build_load_plan
@@ -65,8 +65,10 @@ def test_limits_are_exact() -> None:
 
 def test_host_memory_counts_cpu_ranks_and_a_new_arena() -> None:
     text = refusal(replace(ROOMY, memory_free_bytes=5 * GIB), "cpu")
-    assert "host: needs 5.37 GB of host memory (4.29 GB for 2 ranks, 1.07 GB for the arena), has 4.29 GB" in text
-    there = replace(ROOMY, memory_free_bytes=5 * GIB, arena_bytes=GIB)
+    assert (
+        "host: needs 5.37 GB of host memory (4.29 GB for 2 ranks, 1.07 GB for the arena's window), has 4.29 GB" in text
+    )
+    there = replace(ROOMY, memory_free_bytes=5 * GIB, arena_bytes=GIB, window_bytes=GIB)
     assert check_fit(four_gib_plan(), (0, 0), [there], CONFIG, "cpu") is None
     assert check_fit(four_gib_plan(), (0, 0), [replace(there, memory_free_bytes=GIB)], CONFIG, "cuda") is None
 
@@ -81,11 +83,11 @@ def test_device_memory_counts_only_if_known_and_requested() -> None:
 
 
 def test_the_arena_needs_slots_and_shared_memory() -> None:
-    assert "2 ranks need 5 arena slots of 16.8 MB, the arena has 4" in refusal(
-        replace(ROOMY, arena_bytes=79 * MIB), "cuda"
+    assert "2 ranks need 5 arena slots of 16.8 MB, its window has 4" in refusal(
+        replace(ROOMY, arena_bytes=GIB, window_bytes=79 * MIB), "cuda"
     )
     text = refusal(replace(ROOMY, shm_free_bytes=64 * MIB), "cuda")
-    assert "the arena needs 1.07 GB of /dev/shm, 67.1 MB are free" in text
+    assert "the arena's window needs 1.07 GB of /dev/shm, 67.1 MB are free" in text
     assert "--shm-size" in text
 
 
@@ -110,6 +112,20 @@ def test_the_planned_arena_has_whole_slots() -> None:
     assert planned_arena_bytes(64 * MIB, default) == 16 * MIB
     assert planned_arena_bytes(100 * MIB, default) == 16 * MIB  # whole slots
     assert planned_arena_bytes(0, Config(arena_bytes=50 * MIB, slot_bytes=16 * MIB)) == 48 * MIB
+
+
+def test_the_planned_window_is_part_of_the_arena() -> None:
+    default = Config(slot_bytes=16 * MIB)
+    assert planned_window_bytes(8 * GIB, default) == 512 * MIB
+    assert planned_window_bytes(4 * GIB, default) == GIB  # a small arena is all window
+    assert planned_window_bytes(8 * GIB, Config(slot_bytes=16 * MIB, window_bytes=100 * MIB)) == 96 * MIB
+    assert planned_window_bytes(64 * MIB, Config(slot_bytes=16 * MIB, window_bytes=100 * MIB)) == 16 * MIB
+    assert planned_window_bytes(0, default) == 0
+
+
+def test_only_the_window_of_a_new_arena_needs_memory() -> None:
+    config = CONFIG.model_copy(update={"arena_bytes": 1 << 40, "window_bytes": GIB})
+    assert check_fit(four_gib_plan(), (0, 0), [ROOMY], config, "cpu") is None
 
 
 def test_min_slots_grow_with_ranks() -> None:

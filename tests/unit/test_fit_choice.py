@@ -84,7 +84,13 @@ class Case:
         self.request = make_request(LoadOptions(str(folder), **asdict(layout), device=device, fit=mode))
         host = have_bytes + layout.ranks * WORKER_BYTES if device == "cpu" else 1 << 50
         gpus = tuple(GpuMemory(have_bytes, have_bytes) for _ in range(layout.ranks)) if device == "cuda" else ()
-        told = {"arena_bytes": 64 * MIB, "pools": (MemoryPool("host", host, host),), "gpus": gpus, **facts}
+        told = {
+            "arena_bytes": 64 * MIB,
+            "window_bytes": 64 * MIB,
+            "pools": (MemoryPool("host", host, host),),
+            "gpus": gpus,
+            **facts,
+        }
         self.agents = Agents(NodeFacts(node_id="n", host="host", version="", **told))
         self.record = ModelRecord("m-1", self.request, Life.new(layout.ranks), Holders())
         self.record.placements = {rank: Placement(rank, "n", "host", None) for rank in range(layout.ranks)}
@@ -211,7 +217,7 @@ def test_a_refusal_on_cpu_offers_a_change_that_fits_the_host(model: Path) -> Non
 
 
 def test_no_change_is_planned_when_tensors_are_not_the_cause(model: Path) -> None:
-    case = Case(model, "auto", "cpu", 1 << 40, arena_bytes=MIB)  # one slot
+    case = Case(model, "auto", "cpu", 1 << 40, arena_bytes=MIB, window_bytes=MIB)  # one slot
     with pytest.raises(DoesNotFit, match="arena slots"):
         case.choose()
     assert case.planner.asked == ["prepare"]

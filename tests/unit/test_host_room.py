@@ -29,7 +29,7 @@ def test_nodes_of_one_host_share_its_memory() -> None:
     assert problems({0: need}, NODE, TWIN) == []
     (text,) = problems({0: need, 1: need}, NODE, TWIN)
     assert text == (
-        "host-a, host-b: needs 10.7 GB of host memory (10.7 GB for 2 ranks, 0 B for the arena), "
+        "host-a, host-b: needs 10.7 GB of host memory (10.7 GB for 2 ranks, 0 B for the arena's window), "
         "has 9.66 GB beyond the reserve"
     )
     elsewhere = replace(TWIN, pools=(replace(HOST, pool_id="another host"),))
@@ -92,7 +92,7 @@ def test_memory_kept_by_workers_is_available_to_them() -> None:
     assert problems({0: NodeNeed(1, 12 * GIB)}, kept) == []
     assert problems({0: NodeNeed(1, 12 * GIB + 1)}, kept)
     # More of it than the load can use makes no room for anything else.
-    assert problems({0: NodeNeed(1, GIB, arena_bytes=9 * GIB + 1)}, kept)
+    assert problems({0: NodeNeed(1, GIB, window_bytes=9 * GIB + 1)}, kept)
 
 
 def test_the_limit_where_ray_kills_workers_is_a_reserve() -> None:

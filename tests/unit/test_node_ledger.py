@@ -75,10 +75,22 @@ class NodeMachine(RuleBasedStateMachine):
     """Every rule is one event in the life of a node."""
 
     @initialize(
-        extra_slots=st.integers(0, 8), ready=st.integers(0, 3), seed=st.integers(0, 9), hedge=st.sampled_from([0, 0.5])
+        extra_slots=st.integers(0, 8),
+        ready=st.integers(0, 3),
+        seed=st.integers(0, 9),
+        hedge=st.sampled_from([0, 0.5]),
+        kept_slots=st.sampled_from([0, 2, 40]),
     )
-    def start(self, extra_slots: int, ready: int, seed: int, hedge: float) -> None:
-        self.node = NodeSimulation(min_slots(3) + extra_slots, ready, seed, hedge)
+    def start(self, extra_slots: int, ready: int, seed: int, hedge: float, kept_slots: int) -> None:
+        self.node = NodeSimulation(min_slots(3) + extra_slots, ready, seed, hedge, kept_slots)
+
+    @rule()
+    def memory_is_given_back(self) -> None:
+        self.node.shrink()
+
+    @rule(has_memory=st.booleans())
+    def memory_for_kept_chunks(self, has_memory: bool) -> None:
+        self.node.has_memory = self.node.cache.may_grow = has_memory
 
     def _rank(self, index: int) -> SimRank | None:
         living = [rank for rank in self.node.ranks if rank.works]
@@ -247,7 +259,13 @@ TestNodeMachine.settings = settings(
 def test_random_lives_keep_the_invariants(seed: int) -> None:
     """The same events as above in long random orders, with probabilities that let loads get far before they break."""
     chance = random.Random(seed)
-    node = NodeSimulation(min_slots(3) + chance.randrange(6), chance.randrange(4), seed, chance.choice([0.0, 0.5]))
+    node = NodeSimulation(
+        min_slots(3) + chance.randrange(6),
+        chance.randrange(4),
+        seed,
+        chance.choice([0.0, 0.5]),
+        chance.choice([0, 3, 60]),
+    )
     models = [SimModel(tuple(chance.randrange(30) for _ in range(chance.randrange(1, 30)))) for _ in range(2)]
     for _ in range(chance.randrange(1, 4)):
         model = chance.choice(models)
