@@ -34,6 +34,7 @@ from bench.contenders.buffers import file_ranges, fill_buffers, in_threads, read
 from bench.harness.contender import BenchFile, Spec
 from bench.harness.measure import measured
 from bench.harness.models import MODEL
+from storage.stores.s3.wire import usable_receive_buffer_bytes
 
 ARENA_BYTES = 256 << 20  # of all processes together, as in our own contenders
 SLOT_BYTES = 8 << 20
@@ -210,6 +211,8 @@ class _HttpReader:
         self._socket = socket.create_connection((parts.hostname or "", parts.port or 0))
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if buffer_bytes := usable_receive_buffer_bytes():  # as ours: fewer wakes, less processor time
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         self._whole_pieces = int(socket.MSG_WAITALL)
         if spec.source == "https":
             context = ssl.create_default_context(cafile=spec.ca_bundle)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import random
 import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -378,11 +379,21 @@ class TestTls:
         yield server
         server.close()
 
-    def _store(self, server: ScriptedServer, ca: Path | None) -> S3Store:
+    def _store(self, server: ScriptedServer, ca: Path | None, read_timeout_s: float = 10.0) -> S3Store:
         ref = StoreRef(
             "s3", "bucket", "", endpoint_url=f"https://127.0.0.1:{server.port}", ca_bundle=str(ca) if ca else None
         )
-        return S3Store(ref, Credentials("AKIDTEST", "secret-secret"))
+        return S3Store(ref, Credentials("AKIDTEST", "secret-secret"), read_timeout_s=read_timeout_s)
+
+    @contextmanager
+    def _playing(
+        self, certificates: tuple[Path, Path], play: Play, read_timeout_s: float = 10.0
+    ) -> Iterator[tuple[ScriptedServer, S3Store]]:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificates[1])
+        server = ScriptedServer(play, context)
+        with closing(server), closing(self._store(server, certificates[0], read_timeout_s)) as store:
+            yield server, store
 
     def test_own_ca_is_trusted(self, server: ScriptedServer, certificates: tuple[Path, Path]) -> None:
         with closing(self._store(server, certificates[0])) as store:
@@ -408,9 +419,38 @@ class TestTls:
         with pytest.raises(StoreError), closing(self._store(server, tmp_path / "none.pem")) as store:
             read_bytes(store, "key", WANTED)
 
+    def test_a_body_of_many_records_fills_odd_pieces(self, certificates: tuple[Path, Path]) -> None:
+        body = random.Random(1).randbytes(300_001)
+        head = {"Content-Length": str(len(body)), "ETag": '"v1"'}
+        with self._playing(certificates, plays(answer("200 OK", head, body))) as (server, store):
+            for _ in range(2):
+                memory = bytearray(len(body))
+                whole = memoryview(memory)
+                pieces = [whole[:1], whole[1:20_000], whole[20_000:20_000], whole[20_000:200_000], whole[200_000:]]
+                store.read_pieces("key", ByteRange(0, len(body)), pieces, etag="v1")
+                assert memory == body
+        assert server.connections == 1
+
+    def test_a_body_that_ends_early(self, certificates: tuple[Path, Path]) -> None:
+        body = answer("200 OK", {"Content-Length": "100000"}, bytes(50_000))
+        with self._playing(certificates, plays(body, then_close=True)) as (_, store):
+            with pytest.raises(ShortRead) as caught:
+                read_bytes(store, "key", ByteRange(0, 100_000))
+            assert caught.value.details["received_bytes"] == 50_000
+
+    @pytest.mark.parametrize(("pause_s", "says"), [(10.0, "in time"), (0.05, "too slowly")], ids=["stops", "drips"])
+    def test_a_slow_body_times_out(self, certificates: tuple[Path, Path], pause_s: float, says: str) -> None:
+        def play(sock: socket.socket, _: int) -> None:
+            sock.sendall(answer("200 OK", {"Content-Length": str(1 << 20)}, b"x" * 5))
+            while not server.over.wait(pause_s):
+                sock.sendall(b"x")
+
+        with self._playing(certificates, play, read_timeout_s=0.4) as (server, store):
+            with pytest.raises(StoreUnavailable, match=says) as caught:
+                read_bytes(store, "key", ByteRange(0, 1 << 20))
+            assert caught.value.details["received_bytes"] >= 5
+
     def test_a_read_is_ended_from_outside(self, certificates: tuple[Path, Path]) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificates[1])
         limit, memory = ReadLimit(), bytearray(10)
 
         def play(sock: socket.socket, _: int) -> None:
@@ -418,8 +458,7 @@ class TestTls:
             limit.end()
             server.over.wait(60)
 
-        server = ScriptedServer(play, context)
-        with closing(server), closing(self._store(server, certificates[0])) as store:
+        with self._playing(certificates, play) as (server, store):
             with pytest.raises(ReadEnded) as caught:
                 store.read_pieces("key", WANTED, [memoryview(memory)], limit=limit)
             # Whatever was taken over TLS is what was sent, never the ciphertext.

@@ -76,7 +76,8 @@ def receive(
                 count = body.readinto1(rest[:ahead])
                 ahead -= count
             else:
-                count = _receive_all(sock, rest) if plain else sock.recv_into(rest)
+                # Without a length, SSLSocket would make a view of its own, for every record of 16 KiB.
+                count = _receive_all(sock, rest) if plain else sock.recv_into(rest, len(rest))
             if not count:
                 raise ShortRead("the answer ended early", received_bytes=received.bytes, **where)
             received.bytes += count
@@ -145,7 +146,7 @@ class WireClient:
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # each with the time it was returned
         self._closed = False
         self._tls: ssl.SSLContext | None = tls_context(ca_bundle, uri) if endpoint.tls else None
-        self._receive_buffer_bytes = _usable_receive_buffer_bytes()
+        self._receive_buffer_bytes = usable_receive_buffer_bytes()
 
     def read_range(
         self,
@@ -331,7 +332,7 @@ def _has_more(response: http.client.HTTPResponse) -> bool:
     return response.fp is not None and bool(response.fp.peek(1))
 
 
-def _usable_receive_buffer_bytes() -> int:
+def usable_receive_buffer_bytes() -> int:
     """Return the value for SO_RCVBUF, or 0 to keep the kernel's own tuning.
 
     Setting SO_RCVBUF turns the tuning off, and the kernel silently limits the value to `rmem_max`. The usual limit of
