@@ -4,7 +4,8 @@
     fetch threads    next_lease, pause, fetched           as many as the agent allows work at once, the others wait
     place thread     next_chunks, placed
 
-Every method is thread-safe. Every wait ends when `stop` is called. A chunk wakes only the threads that it concerns.
+Every method is thread-safe. Every wait ends when `stop` is called. A chunk wakes only the threads that it concerns, and
+the exchange loop only when an update is due.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RankWork:
         self._again = threading.Condition(lock)  # fetch threads in a pause before another try
         self._place = threading.Condition(lock)  # the place thread
         self._exchange = threading.Condition(lock)  # the exchange loop
+        self._due_s = 0.0  # when the exchange loop wakes by itself, if it waits
 
     # -- fetch threads -----------------------------------------------------------------------------------------
 
@@ -47,7 +49,7 @@ class RankWork:
             self.state.fetch_ended(result, size_bytes, fetch_s, time.monotonic(), placed_bytes)
             if self.state.is_returning:
                 self._again.notify_all()
-            self._exchange.notify_all()
+            self._wake_exchange()
 
     def _pause(self, cause: str, delay_s: float, arrived: bool = False) -> None:
         """Return when the calling thread may try again, or is to stop. `arrived`: a part of the chunk is there."""
@@ -78,7 +80,7 @@ class RankWork:
         """See `RankState.chunks_placed`."""
         with self._place:
             self.state.chunks_placed(sizes_bytes, time.monotonic())
-            self._exchange.notify_all()
+            self._wake_exchange()
 
     # -- the conversation with the agent -----------------------------------------------------------------------
 
@@ -106,7 +108,8 @@ class RankWork:
                 self._raise_if_stopped()
                 if self.state.finished and not self.state.draining:
                     self._begin_drain(finish=True)
-                rest_s = self.state.update_due_s - time.monotonic()
+                self._due_s = self.state.update_due_s
+                rest_s = self._due_s - time.monotonic()
                 if rest_s <= 0:
                     return self.state.finished and self.state.drained
                 self._exchange.wait(rest_s)
@@ -151,6 +154,11 @@ class RankWork:
             self._fetcher.end_reads()
             for condition in (self._fetch, self._again, self._place, self._exchange):
                 condition.notify_all()
+
+    def _wake_exchange(self) -> None:
+        """Wake the exchange loop if something is due earlier than it knows: most chunks only add to the next update."""
+        if self.state.draining or self.state.update_due_s < self._due_s:
+            self._exchange.notify_all()
 
     def _begin_drain(self, *, finish: bool) -> None:
         self.state.drain(time.monotonic(), finish=finish)

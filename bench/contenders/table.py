@@ -57,9 +57,21 @@ def _kept_cases(prefix: str = "", title: str = "", limit: str = "", **options: A
     return tuple(found)
 
 
-def _direct_xxh3(memory: Memory) -> Case:
-    title = "direct, verified with XXH3-128"
-    return _work(f"direct_{memory}_xxh3", title, memory, ("http", "file"), "", placement="direct", model=XXH3)
+def _xxh3_cases(prefix: str = "", title: str = "", limit: str = "", **options: Any) -> tuple[Case, ...]:
+    """Return the verified modes of `_kept_cases`, with the other hash."""
+    memories: tuple[Memory, ...] = ("fresh", "recycled")
+    return tuple(
+        _work(
+            f"{prefix}{memory}_xxh3",
+            f"{title}verified with XXH3-128",
+            memory,
+            ("http", "file"),
+            limit and f"{limit}:{memory}_xxh3",
+            model=XXH3,
+            **options,
+        )
+        for memory in memories
+    )
 
 
 def _peer_cases(
@@ -85,7 +97,8 @@ SECOND_LOAD = "second load, freed memory reused"
 _KEPT = ("kept", "tensors kept, fresh memory", f"tensors kept, {SECOND_LOAD}")
 RAW = (Case("", "", "none", ALL, keeps=False),)
 LIMIT = "hand-written limit"
-LIMIT_ARENA, COPY, DIRECT = _arena_cases(arena=True), _kept_cases(arena=True), _kept_cases(arena=False)
+LIMIT_ARENA, COPY = _arena_cases(arena=True), _kept_cases(arena=True)
+DIRECT = (*_kept_cases(arena=False), *_xxh3_cases(arena=False))
 ARENA = _arena_cases("limit_arena")
 INTO_BUFFERS, OBSTORE, READS = _buffer_cases(HTTP), _buffer_cases(("http", "https")), _buffer_cases(FILE)
 KEPT_FILES = _peer_cases(FILE, *_KEPT)
@@ -108,7 +121,7 @@ CLONES = (
 LOAD = (
     *_kept_cases("via_arena_", "via_arena, ", "limit_copy", placement="via_arena"),
     *_kept_cases("direct_", "direct, ", "limit_direct", placement="direct"),
-    *(_direct_xxh3("fresh"), _direct_xxh3("recycled")),
+    *_xxh3_cases("direct_", "direct, ", "limit_direct", placement="direct"),
 )
 
 ON_DEVICE_CASE = Case("", "", "none", FILE)

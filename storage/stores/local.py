@@ -79,14 +79,15 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         """Set the root. The folder may be missing: reads then raise ObjectNotFound, and the first write creates it."""
         self._root = os.path.abspath(root)
+        self._real_roots = tuple(_allowed_roots(self._root))
         self.uri = f"file://{self._root}"
         self._swept: set[str] = set()  # folders that were already checked for files of killed writers
         self._lock = threading.Lock()
 
     def stat(self, key: str) -> ObjectInfo:
         """Return size and version. Raises ObjectNotFound (which names this host), AccessDenied, StoreError."""
-        with self._translated(key), self._opened(key) as file:
-            return _info(key, os.fstat(file))
+        with self._translated(key), self._opened(key) as (_, facts):
+            return _info(key, facts)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield the files whose key begins with `prefix`, in key order. `left_out` names the others."""
@@ -121,28 +122,27 @@ class LocalStore:
         if not byte_range.size_bytes:
             return etag
         where: dict[str, Any] = {"uri": self.uri, "key": key, "range": str(byte_range)}
-        with self._translated(key), self._opened(key) as file:
-            before = _info(key, os.fstat(file))
-            if etag is not None and before.etag != etag:
+        with self._translated(key), self._opened(key) as (file, facts):
+            found = _version(facts)
+            if etag is not None and found != etag:
                 raise ObjectChanged(
-                    "file is not the pinned version", hint=_HINT_SAME_FILE, expected=etag, found=before.etag, **where
+                    "file is not the pinned version", hint=_HINT_SAME_FILE, expected=etag, found=found, **where
                 )
-            if byte_range.end > before.size_bytes:
-                raise RangeMismatch("range reaches past the file's end", size_bytes=before.size_bytes, **where)
+            if byte_range.end > facts.st_size:
+                raise RangeMismatch("range reaches past the file's end", size_bytes=facts.st_size, **where)
             position = byte_range.start
             for piece in pieces:
                 if limit is not None:
                     limit.check()
-                filled = 0
-                while filled < len(piece):
-                    count = os.preadv(file, [piece[filled:] if filled else piece], position)
+                end = position + len(piece)
+                while position < end:
+                    count = os.preadv(file, [piece[position - end :]], position)
                     if not count:
                         raise ShortRead("the file became shorter", received_bytes=position - byte_range.start, **where)
-                    filled += count
                     position += count
-            if _info(key, os.fstat(file)).etag != before.etag:
+            if _version(os.fstat(file)) != found:
                 raise ObjectChanged("file was written while it was read", **where)
-            return before.etag
+            return found
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """Write a temporary file, sync it and rename it: readers see the old file or the new one."""
@@ -155,7 +155,7 @@ class LocalStore:
         """Write a file that appears under its name on `complete`. Without that, what was written is removed."""
         path = self._path(check_key(key))
         with self._translated(key):
-            self._check_inside(os.path.dirname(path), key)
+            self._check_inside(os.path.realpath(os.path.dirname(path)), key)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self._sweep(os.path.dirname(path))
             upload = _LocalUpload(self, key, path)
@@ -168,7 +168,7 @@ class LocalStore:
         """Remove one file. The folders above it stay."""
         path = self._path(check_key(key))
         with self._translated(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            self._check_inside(os.path.dirname(path), key)
+            self._check_inside(os.path.realpath(os.path.dirname(path)), key)
             os.unlink(path)
 
     def close(self) -> None:
@@ -178,30 +178,37 @@ class LocalStore:
         return os.path.join(self._root, key)
 
     @contextmanager
-    def _opened(self, key: str) -> Iterator[int]:
-        path = self._path(check_key(key))
-        self._check_inside(path, key)
-        # O_NONBLOCK: opening a fifo must not wait for a writer. It has no effect on files.
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:
+        # O_PATH finds the file without opening it, so a fifo or a device is refused before anything happens to it.
+        found = os.open(self._path(check_key(key)), os.O_PATH | os.O_CLOEXEC)
+        file = -1
         try:
-            mode = os.fstat(file).st_mode
-            if stat_bits.S_ISDIR(mode):
+            facts, itself = os.fstat(found), f"/proc/self/fd/{found}"
+            self._check_inside(os.readlink(itself), key)
+            if stat_bits.S_ISDIR(facts.st_mode):
                 raise FileNotFoundError(errno.ENOENT, "a folder is no object")
-            if not stat_bits.S_ISREG(mode):
+            if not stat_bits.S_ISREG(facts.st_mode):
                 raise StoreError("not a regular file", uri=self.uri, key=key)
-            yield file
+            file = os.open(
+                itself, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            )  # no wait for another's lease on the file
+            yield file, facts
         finally:
-            os.close(file)
+            os.close(found)
+            if file >= 0:
+                os.close(file)
 
-    def _check_inside(self, path: str, key: str) -> None:
-        real = os.path.realpath(path)
-        if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in _allowed_roots(self._root)):
-            raise StoreError(
-                "a symbolic link leads out of the folder",
-                hint="copy the file there, or name the folder in which the files really are",
-                uri=self.uri,
-                key=key,
-            )
+    def _check_inside(self, real: str, key: str) -> None:
+        """Raise StoreError unless this real path is below the root, or among the blobs of its Hugging Face cache."""
+        if not _is_below(real, self._real_roots):
+            self._real_roots = tuple(_allowed_roots(self._root))  # the root is a link that was changed, or was moved
+            if not _is_below(real, self._real_roots):
+                raise StoreError(
+                    "a symbolic link leads out of the folder",
+                    hint="copy the file there, or name the folder in which the files really are",
+                    uri=self.uri,
+                    key=key,
+                )
 
     def _walk(self) -> Iterator[tuple[str, ObjectInfo | None]]:
         """Yield everything except folders, by its path below the root; None for what cannot be an object."""
@@ -319,8 +326,16 @@ def _allowed_roots(root: str) -> Iterator[str]:
         parent = os.path.dirname(parent)
 
 
+def _is_below(real: str, roots: tuple[str, ...]) -> bool:
+    return any(real == root or real.startswith(root.rstrip("/") + "/") for root in roots)
+
+
+def _version(facts: os.stat_result) -> str:
+    return f"{facts.st_size:x}-{facts.st_mtime_ns:x}-{facts.st_ino:x}"
+
+
 def _info(key: str, facts: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, facts.st_size, f"{facts.st_size:x}-{facts.st_mtime_ns:x}-{facts.st_ino:x}")
+    return ObjectInfo(key, facts.st_size, _version(facts))
 
 
 def _raise(error: OSError) -> None:

@@ -32,7 +32,7 @@ from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExec
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from storage.errors import ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
 from storage.stores.requests import ReadLimit, RetryPolicy, with_retries
@@ -212,8 +212,8 @@ def read_pieces(
                 if seen is not None:
                     seen(piece)
 
-    if isinstance(store, ReadsPieces):
-        return store.read_pieces(key, byte_range, pieces(), etag=etag, limit=limit)
+    if issubclass(type(store), ReadsPieces):  # cached by Python, which isinstance of a protocol is not
+        return cast(ReadsPieces, store).read_pieces(key, byte_range, pieces(), etag=etag, limit=limit)
     whole = parts[0] if len(parts) == 1 else memoryview(bytearray(byte_range.size_bytes))
     found = store.read_into(key, byte_range, whole, etag=etag)
     start = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import re
 import socket
 import struct
@@ -22,7 +23,7 @@ from cluster.messages import LeaseOrder
 from cluster.planning.packed_plan import SharedTables
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import digest_of
-from storage.errors import IntegrityError, ObjectNotFound, ReadEnded, StoreUnavailable
+from storage.errors import IntegrityError, ObjectChanged, ObjectNotFound, RangeMismatch, ReadEnded, StoreUnavailable
 from storage.store_ref import Credentials, StoreRef
 from storage.stores.local import LocalStore
 from storage.stores.object_store import PIECE_BYTES, ByteRange, MemoryStore, ObjectStore
@@ -128,6 +129,28 @@ def fetch(
         clock = fetcher.clock()
         result = fetcher.fetch(LeaseOrder("lease", 0, 0, deadline_s), parts, clock)
     return result, bytes(memory), clock
+
+
+@pytest.mark.parametrize(("pinned", "kind"), [(True, ObjectChanged), (False, RangeMismatch)])
+def test_a_file_truncated_in_the_middle_of_a_chunk_fails_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool, kind: type[Exception]
+) -> None:
+    store = LocalStore(tmp_path)
+    etag = store.put("model", DATA).etag
+    left_bytes, preadv = CHUNK.start + PIECE_BYTES + 7, os.preadv
+
+    def truncate_first(file: int, buffers: list[memoryview], offset: int) -> int:
+        if offset > CHUNK.start:
+            os.truncate(tmp_path / "model", left_bytes)
+        return preadv(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", truncate_first)
+    result, memory, _ = fetch(store, tables(etag if pinned else None))
+    assert result.commit is None
+    assert result.failure is not None
+    assert isinstance(result.failure.error, kind)
+    assert result.retries["short_read"] == 1
+    assert memory[PIECE_BYTES + 7 :] == b"\xaa" * (SIZE_BYTES - PIECE_BYTES - 7)
 
 
 @pytest.mark.parametrize("arrived_bytes", [0, 12_345])

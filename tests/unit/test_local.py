@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, StoreError
+from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, ShortRead, StoreError
 from storage.stores.local import LocalStore
-from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.object_store import PIECE_BYTES, ByteRange, read_bytes
 
 
 @pytest.fixture
@@ -125,6 +126,57 @@ def test_a_file_written_during_a_read_is_detected(root: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "preadv", write_in_between)
     with pytest.raises(ObjectChanged, match="while it was read"):
         read_bytes(store, "x", ByteRange(0, 100))
+
+
+@pytest.mark.parametrize(
+    ("filled", "left_bytes", "received_bytes"), [(0, 0, 0), (0, PIECE_BYTES + 5, PIECE_BYTES + 5), (1, 5, PIECE_BYTES)]
+)
+def test_a_file_truncated_after_it_was_opened_is_a_short_read(
+    root: Path, filled: int, left_bytes: int, received_bytes: int
+) -> None:
+    store = LocalStore(root)
+    etag = store.put("x", bytes(3 * PIECE_BYTES)).etag
+
+    def pieces() -> Iterator[memoryview]:
+        for number in range(3):
+            if number == filled:  # the file is open, and so many pieces are filled
+                os.truncate(root / "x", left_bytes)
+            yield memoryview(bytearray(PIECE_BYTES))
+
+    with pytest.raises(ShortRead, match="became shorter") as caught:
+        store.read_pieces("x", ByteRange(0, 3 * PIECE_BYTES), pieces(), etag=etag)
+    assert caught.value.details["received_bytes"] == received_bytes
+
+
+def test_a_link_changed_after_the_look_up_leads_nowhere_else(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root.parent / "secret").write_bytes(b"secret")
+    (root / "real").write_bytes(b"12345")
+    (root / "link").symlink_to("real")
+    readlink = os.readlink
+
+    def change_first(path: str) -> str:
+        (root / "link").unlink()
+        (root / "link").symlink_to(root.parent / "secret")
+        return readlink(path)
+
+    store = LocalStore(root)
+    monkeypatch.setattr(os, "readlink", change_first)
+    assert store.stat("link").size_bytes == 5
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="leads out of the folder"):
+        store.stat("link")
+
+
+def test_a_root_that_is_a_link_may_be_changed(root: Path) -> None:
+    for name in ("v1", "v2"):
+        (root / name).mkdir()
+        (root / name / "x").write_bytes(name.encode())
+    (root / "latest").symlink_to("v1")
+    store = LocalStore(root / "latest")
+    assert read_bytes(store, "x", ByteRange(0, 2)) == b"v1"
+    (root / "latest").unlink()
+    (root / "latest").symlink_to("v2")
+    assert read_bytes(store, "x", ByteRange(0, 2)) == b"v2"
 
 
 def test_uploads_in_progress_are_not_listed(root: Path) -> None:

@@ -112,6 +112,19 @@ def test_as_many_threads_fetch_as_the_agent_allows(work: RankWork):
     fetchers.join()
 
 
+def test_a_chunk_makes_the_next_update_due(work: RankWork):
+    """The fixture's heartbeat is far longer than a test waits."""
+    take(work, Orders(leases=leases(0, 1, 2)))
+    waiting = threading.Thread(target=lambda: work.wait_for_update(), daemon=True)
+    order = work.next_lease()
+    waiting.start()
+    eventually(lambda: work._due_s > time.monotonic() + PATIENCE_S)
+    assert order is not None
+    work.fetched(committed(order), 100, 0.01)
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
 def test_a_thread_that_waits_to_retry_frees_its_place(work: RankWork):
     take(work, Orders(leases=leases(0, 1), requests=1))
     assert work.next_lease() is not None
