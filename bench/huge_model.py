@@ -17,7 +17,7 @@ from cluster.fit.needs import min_slots
 from cluster.layouts.model_config import ModelConfig
 from cluster.messages import NodeJob
 from storage.checkpoints.checkpoint import chunk_table
-from storage.checkpoints.manifest import Manifest, ManifestShard, ManifestTensor
+from storage.checkpoints.manifest import Manifest, ManifestShard
 from storage.checkpoints.model_index import ModelIndex, Shard, Tensor, chunk_bounds
 from storage.checkpoints.safetensors_header import Header, HeaderTensor, encode_header, tensor_bytes
 from storage.publishing.publish import publish
@@ -112,7 +112,7 @@ def moe_manifest(shape: MoeShape, *, chunk_bytes: int = 16 * MIB) -> Manifest:
     """Return the manifest of a published model of that shape. Same input, same manifest."""
     chance = random.Random(0)
     shards: list[ManifestShard] = []
-    tensors: list[ManifestTensor] = []
+    tensors: list[Tensor] = []
     for number, header in enumerate(_headers(shape)):
         ends = chunk_bounds(header, _file_bytes(header), chunk_bytes)
         shards.append(
@@ -128,7 +128,7 @@ def moe_manifest(shape: MoeShape, *, chunk_bytes: int = 16 * MIB) -> Manifest:
             )
         )
         tensors += [
-            ManifestTensor(name=t.name, dtype=DTYPE, shape=t.shape, shard=number, start=t.start, end=t.end)
+            Tensor(name=t.name, dtype=DTYPE, shape=t.shape, shard=number, start=t.start, end=t.end)
             for t in header.tensors
         ]
     return Manifest.build(hash_name="blake3", chunk_bytes=chunk_bytes, shards=shards, tensors=tensors, files=())

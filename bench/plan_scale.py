@@ -34,14 +34,14 @@ from bench.options import new_parser, positive_int, write_json
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import parse_rules
 from cluster.planning.make_plan import build_load_plan
-from storage.host.memory import high_water_bytes
+from storage.host.memory import high_water_bytes, without_collector
 
 if TYPE_CHECKING:
     from cluster.planning.packed_plan import SharedTables
 
 DEFAULT_LAYOUTS = ("8x16x8", "8x128x1", "1x1024x1")
 SMALL_LAYOUTS = ("1x1x1", "1x4x1", "4x1x1")  # of the model of many small tensors
-RUNS = 5  # of each part, for its processor time
+RUNS = 3  # of each part, for its processor time
 MIB = 1 << 20
 SLOTS = 256  # of the agent's arena; only their records exist here
 
@@ -53,6 +53,7 @@ class Stages:
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}  # that Python held, by name of the stage; when `tracemalloc` traces
         self._before_bytes = high_water_bytes()
+        self._traced_bytes = tracemalloc.get_traced_memory()[0]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -60,7 +61,7 @@ class Stages:
         begun_s = time.process_time()
         yield
         self.seconds[name] = time.process_time() - begun_s
-        self.peak_bytes[name] = tracemalloc.get_traced_memory()[1]
+        self.peak_bytes[name] = tracemalloc.get_traced_memory()[1] - self._traced_bytes
 
     def result(self, *, tensors_bytes: int = 0, **more: Any) -> dict[str, Any]:
         """Return the measurements. The memory of the tensors themselves does not count."""
@@ -71,7 +72,6 @@ class Stages:
 def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
     from cluster.layouts.model_config import ModelConfig
     from cluster.planning.packed_plan import PackedPlan, pack_shared
-    from cluster.planning.process import without_collector
     from cluster.planning.rank_plans import rank_facts
     from storage.checkpoints.checkpoint import open_model
     from storage.checkpoints.manifest import parse_manifest
@@ -158,11 +158,12 @@ def placing_worker(folder: Path, layout: str, _: int) -> dict[str, Any]:
     with stages.stage("copy to their places"):
         placer.place(slots, [(chunk, chunk) for chunk in plan.chunk_ids.tolist()], placer.clock())
         placer.finish()
+    del slots, placer, tables  # a load ends before the first call makes the tensors
     with stages.stage("make the tensors"):
         shard = RankShard(plan, device)
     with stages.stage("hand them out by name"):
-        tensors = dict(shard)
-    return stages.result(tensors_bytes=plan.device_bytes, slices=len(tensors), chunks=len(plan.chunk_ids))
+        counts = {"slices": sum(1 for _ in shard.items()), "chunks": len(plan.chunk_ids)}
+    return stages.result(tensors_bytes=plan.device_bytes, **counts)
 
 
 class _Slots:

@@ -8,6 +8,7 @@ import torch
 
 from cluster.planning.plan import SliceTable, TensorSlice
 from storage.checkpoints.safetensors_header import tensor_bytes
+from storage.host.memory import without_collector
 
 
 def tensor_views(segments: Sequence[torch.Tensor], slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
@@ -22,17 +23,17 @@ def tensor_views(segments: Sequence[torch.Tensor], slices: Sequence[TensorSlice]
         padded = kind.filled_bytes < kind.size_bytes and kind.suffix is None
         kinds.append((dtype, dtype.itemsize, shape, _strides(shape), (kind.filled_bytes, kind.size_bytes), padded))
     views = {}
-    columns = (table.kind.tolist(), table.segment.tolist(), table.segment_offset.tolist())
-    for name, number, segment, offset in zip(table.names, *columns, strict=True):
-        dtype, item_bytes, shape, strides, (filled_bytes, size_bytes), padded = kinds[number]
-        if padded:
-            segments[segment][offset + filled_bytes : offset + size_bytes].zero_()
-        make = strided.get((segment, dtype))
-        if make is None:
-            whole = segments[segment]
-            typed = whole[: whole.nbytes // item_bytes * item_bytes].view(dtype)
-            make = strided[segment, dtype] = typed.as_strided
-        views[name] = make(shape, strides, offset // item_bytes)
+    with without_collector():
+        for name, number, segment, offset in table.rows():
+            dtype, item_bytes, shape, strides, (filled_bytes, size_bytes), padded = kinds[number]
+            if padded:
+                segments[segment][offset + filled_bytes : offset + size_bytes].zero_()
+            make = strided.get((segment, dtype))
+            if make is None:
+                whole = segments[segment]
+                typed = whole[: whole.nbytes // item_bytes * item_bytes].view(dtype)
+                make = strided[segment, dtype] = typed.as_strided
+            views[name] = make(shape, strides, offset // item_bytes)
     return views
 
 

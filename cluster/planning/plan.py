@@ -59,6 +59,9 @@ class TensorSlice:
         return self.form or self.region.sizes
 
 
+_ROWS_AT_ONCE = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class SliceKind:
     """The properties that slices of a table share. The fields are those of `TensorSlice`."""
@@ -122,9 +125,16 @@ class SliceTable(Sequence[TensorSlice]):
         return _slice_of(name, kind, *(int(column[row]) for column in columns))
 
     def __iter__(self) -> Iterator[TensorSlice]:
-        columns = (self.kind, self.shard, self.start, self.segment, self.segment_offset)
-        for name, kind, *place in zip(self.names, *(column.tolist() for column in columns), strict=True):
-            yield _slice_of(name, self.kinds[kind], *place)
+        places = zip(self.rows(), self.shard.tolist(), self.start.tolist(), strict=True)
+        for (name, kind, segment, offset), shard, start in places:
+            yield _slice_of(name, self.kinds[kind], shard, start, segment, offset)
+
+    def rows(self) -> Iterator[tuple[str, int, int, int]]:
+        """Iterate over (name, number in `kinds`, segment, segment_offset) of each slice."""
+        for first in range(0, len(self), _ROWS_AT_ONCE):  # numbers are small in arrays only
+            part = slice(first, first + _ROWS_AT_ONCE)
+            columns = (self.kind[part].tolist(), self.segment[part].tolist(), self.segment_offset[part].tolist())
+            yield from zip(self.names[part], *columns, strict=True)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
