@@ -49,6 +49,7 @@ from cluster.telemetry.report import RankReport
 from cluster.user_values import Cursor, Entry, Packed, Raised, TensorBatch, cut_batch, pack, show_cause, unpack
 from longshore.installation import VERSION, check_packages
 from storage.errors import LongshoreError
+from storage.host.memory import without_collector
 from storage.host.processes import ProcessId
 
 
@@ -344,19 +345,26 @@ class GpuWorker:
 
         from actors.handover.tensor_views import as_bytes
 
-        with self._loaded(load_id).shard() as shard:
+        with self._loaded(load_id).shard() as shard, without_collector():
             sizes = (tensor.nbytes for tensor in islice(shard.values(), start.tensor, None))
             parts, after = cut_batch(sizes, start, most_bytes)
-            data = torch.empty(sum(part.size_bytes for part in parts), dtype=torch.uint8)
+            data = torch.empty(sum(part.size_bytes for part in parts), dtype=torch.uint8).numpy()
             entries, begin = [], 0
+            names: dict[torch.dtype, str] = {}
             for (_, offset, size_bytes), (name, tensor) in zip(
                 parts, islice(shard.items(), start.tensor, None), strict=False
             ):
-                data[begin : begin + size_bytes] = as_bytes(tensor)[offset : offset + size_bytes]
+                stored = as_bytes(tensor)
+                whole_bytes = len(stored)
+                if size_bytes < whole_bytes:
+                    stored = stored[offset : offset + size_bytes]
+                data[begin : begin + size_bytes] = stored.cpu().numpy()
                 begin += size_bytes
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                entries.append(Entry(name, dtype, tuple(tensor.shape), tensor.nbytes, offset, size_bytes))
-            return TensorBatch(tuple(entries), data.numpy(), after)
+                dtype = names.get(tensor.dtype) or names.setdefault(
+                    tensor.dtype, str(tensor.dtype).removeprefix("torch.")
+                )
+                entries.append(Entry(name, dtype, tuple(tensor.shape), whole_bytes, offset, size_bytes))
+            return TensorBatch(tuple(entries), data, after)
 
     # -- inside ------------------------------------------------------------------------------------------------
 

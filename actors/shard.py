@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from actors.devices.device import Device
@@ -38,9 +39,14 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         self.coords = plan.coords
         self.device_map = plan.device_map.as_dict() if plan.device_map else None
         self.device = main_device(plan) or device.name
-        self.slices: dict[str, TensorSlice] = {piece.name: piece for piece in plan.slices}
         self.kept: dict[Any, Any] = {}  # for your objects, such as a module for later calls; released with the model
+        self._plan = plan
         self._tensors = device.tensors(plan.slices)
+
+    @cached_property
+    def slices(self) -> dict[str, TensorSlice]:
+        """The rank's slices by name."""
+        return {piece.name: piece for piece in self._plan.slices}
 
     def into(
         self,

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from cluster.errors import ConfigError, RemoteCallFailed
 from storage.errors import LongshoreError
+from storage.host.memory import without_collector
 
 if TYPE_CHECKING:
     import torch
@@ -212,11 +213,14 @@ def tensors(batches: Iterable[TensorBatch]) -> Iterator[tuple[str, torch.Tensor]
     whole = torch.empty(0, dtype=torch.uint8)
     for batch in batches:
         start = 0
-        for name, dtype, shape, whole_bytes, offset, size_bytes in batch.entries:
-            if not offset:
-                whole = torch.empty(whole_bytes, dtype=torch.uint8)
-            # Copy it, because Ray returns a read-only view of its object store, which is small.
-            whole.numpy()[offset : offset + size_bytes] = batch.data[start : start + size_bytes]
-            start += size_bytes
-            if offset + size_bytes == whole_bytes:
-                yield name, whole.view(getattr(torch, dtype)).reshape(shape)
+        found = []
+        with without_collector():
+            for name, dtype, shape, whole_bytes, offset, size_bytes in batch.entries:
+                if not offset:
+                    whole = torch.empty(whole_bytes, dtype=torch.uint8)
+                # Copy it, because Ray returns a read-only view of its object store, which is small.
+                whole.numpy()[offset : offset + size_bytes] = batch.data[start : start + size_bytes]
+                start += size_bytes
+                if offset + size_bytes == whole_bytes:
+                    found.append((name, whole.view(getattr(torch, dtype)).reshape(shape)))
+        yield from found

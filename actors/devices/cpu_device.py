@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 2 << 20  # made present at once; the size of a huge page on all supported machines
 _TRIAL_BLOCKS = 16
+_SMALL_BYTES = 64 << 10  # a copy of fewer bytes takes less time than letting other threads run meanwhile
 # CPU seconds for a block above which huge pages are too expensive: twice the cost of its 512 small pages. A huge page
 # normally takes 0.2 ms.
 _DEAR_S = 1e-3
@@ -81,14 +82,19 @@ class Segment:
         # 1 for each block that was not touched yet.
         self._absent = bytearray(b"\1" * (0 if huge is None else -(-(self._origin + len(data)) // _BLOCK_BYTES)))
 
-    def touch(self, start: int, end: int) -> None:
-        """Map the pages of bytes `[start, end)`, which are about to be written, the first time. Thread-safe."""
+    def touch(self, start: int, end: int) -> tuple[int, int]:
+        """Map the pages of bytes `[start, end)`, which are about to be written, the first time. Thread-safe.
+
+        Returns the bytes around them that need no other call.
+        """
         if self._huge is None:
-            return
-        for block in range((self._origin + start) // _BLOCK_BYTES, -(-(self._origin + end) // _BLOCK_BYTES)):
+            return 0, len(self.data)
+        first, after = (self._origin + start) // _BLOCK_BYTES, -(-(self._origin + end) // _BLOCK_BYTES)
+        for block in range(first, after):
             if self._absent[block]:
                 self._absent[block] = 0  # two threads at once may do it twice, which is harmless
                 self._populate(block, self._huge)
+        return first * _BLOCK_BYTES - self._origin, after * _BLOCK_BYTES - self._origin
 
     def _populate(self, block: int, huge: _HugePages) -> None:
         if huge.pay != self._advised:
@@ -218,16 +224,21 @@ class CpuDevice:
         convert(staged, torch.from_numpy(source.data), slices, made)
 
     def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
-        for row in range(rows.start, rows.stop):
-            run, count = int(items.run_bytes[row]), int(items.count[row])
-            begin, stride = int(items.dest_offset[row]), int(items.dest_stride[row])
-            segment = self._segment(int(items.segment[row]))
-            segment.touch(begin, begin + (count - 1) * stride + run)
-            target: NDArray[np.uint8] = np.ndarray((count, run), np.uint8, segment.data.data, begin, (stride, 1))
-            source: NDArray[np.uint8] = np.ndarray(
-                (count, run), np.uint8, chunk, int(items.src_offset[row]), (int(items.src_stride[row]), 1)
-            )
-            np.copyto(target, source)
+        current, data = -1, memoryview(b"")  # the segment of the row before
+        ready, ready_end = 0, -1  # its bytes that may be written
+        for number, source, begin, run, count, source_stride, stride in items.copies(rows):
+            end = begin + (count - 1) * stride + run
+            if number != current:
+                segment = self._segment(number)
+                current, data, ready_end = number, segment.data.data, -1
+            if begin < ready or end > ready_end:
+                ready, ready_end = segment.touch(begin, end)
+            if count == 1 and run < _SMALL_BYTES:
+                data[begin:end] = chunk[source : source + run]
+                continue
+            # numpy lets other threads run while it copies.
+            target: NDArray[np.uint8] = np.ndarray((count, run), np.uint8, data, begin, (stride, 1))
+            np.copyto(target, np.ndarray((count, run), np.uint8, chunk, source, (source_stride, 1)))
 
     def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
         parts = []
@@ -244,7 +255,7 @@ class CpuDevice:
     def finish(self) -> None:
         pass
 
-    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+    def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
         import torch
 
         from actors.handover.tensor_views import tensor_views

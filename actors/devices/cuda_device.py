@@ -146,7 +146,7 @@ class CudaDevice:
     def finish(self) -> None:
         pass
 
-    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+    def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
         return tensor_views(self._segments, slices)
 
     def free(self) -> None:

@@ -87,7 +87,7 @@ class Device(Protocol):
         """Complete the load after everything is placed. Return when files are safely on disk."""
         ...
 
-    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+    def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
         """Return the rank's tensors by name. They are views into the segments."""
         ...
 
@@ -167,7 +167,7 @@ class OpeningDevice:
     def finish(self) -> None:
         self._ready().finish()
 
-    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+    def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
         return self._ready().tensors(slices)
 
     def free(self) -> None:

@@ -37,7 +37,7 @@ from cluster.errors import ConfigError, DeviceUnavailable, DoesNotFit, PlanError
 from cluster.fit.device_map import CPU, DISK, DeviceKey, device_name, device_order
 from cluster.fit.options import INDEX_NAME, index_entry, offload_name
 from cluster.messages import RankJob
-from cluster.planning.plan import RankPlan, StagedTensor, TensorSlice
+from cluster.planning.plan import RankPlan, SliceTable, StagedTensor, TensorSlice
 from cluster.planning.read_items import ReadItems
 from storage.problems import quote
 
@@ -357,12 +357,14 @@ class MappedDevice:
         for part in self._parts:
             part.finish()
 
-    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+    def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
+        table = SliceTable.of(slices)
+        part_of = np.array(self._part, np.int64)[table.segment]
+        local = replace(table, segment=self._local[table.segment].astype(np.int32))
         found: dict[str, torch.Tensor] = {}
         for number, part in enumerate(self._parts):
-            here = tuple(self._on_part(piece) for piece in slices if self._part[piece.segment] == number)
-            found.update(part.tensors(here))
-        return {piece.name: found[piece.name] for piece in slices}
+            found.update(part.tensors(local.select(np.flatnonzero(part_of == number))))
+        return {name: found[name] for name in table.names}
 
     def free(self) -> None:
         with contextlib.ExitStack() as parts:  # frees each of them, even when another one fails
@@ -488,7 +490,7 @@ class DiskDevice:
                 index[piece.name] = index_entry(str(dtype).removeprefix("torch."), shape)
         self._folder.seal(index)
 
-    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+    def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
         """Return tensors mapped from the files. Writing to a tensor does not change its file."""
         from actors.handover.tensor_views import tensor_views
 

@@ -204,10 +204,16 @@ def decide_layout(
         raise _layout_error(unnamed, problems, spread, layout, config, sizes)
     stages = decide_stages(tensors, layout)
     holders: dict[tuple[tuple[int, ...], int | None], Holder] = {}
-    return [
-        PlacedTensor(cut, holders.setdefault((stage, expert), Holder(stage, expert)))
-        for cut, stage, expert in zip(cuts, stages, experts, strict=True)
-    ]
+    places: dict[tuple[int, tuple[int, ...], int | None], PlacedTensor] = {}  # equal tensors share one object
+    placed: list[PlacedTensor] = []
+    for one, stage, expert in zip(cuts, stages, experts, strict=True):
+        key = id(one), stage, expert
+        place = places.get(key)
+        if place is None:
+            holder = holders.setdefault((stage, expert), Holder(stage, expert))
+            place = places[key] = PlacedTensor(one, holder)
+        placed.append(place)
+    return placed
 
 
 def _find_rules(

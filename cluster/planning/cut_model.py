@@ -93,6 +93,11 @@ class CutModel:
     def __len__(self) -> int:
         return len(self.names)
 
+    def sizes_bytes(self) -> NDArray[np.int64]:
+        """Return the size of each stored tensor."""
+        of_kind = np.array([kind.size_bytes for kind in self.kinds], np.int64)
+        return of_kind[self.kind] if len(self) else np.empty(0, np.int64)
+
     def tensors_of(self, coords: RankCoords) -> NDArray[np.int64]:
         """Return the numbers of the tensors that the rank has, ascending."""
         has = np.array([holder.has(coords) for holder in self.holders], bool)
@@ -155,7 +160,7 @@ def cut_model(
     alike: dict[tuple[object, ...], int] = {}  # hashes parts, as large models have 100,000 tensors of a dozen kinds
     kind: list[int] = []
     for tensor, place, recipe in zip(index.tensors, placed, recipes, strict=True):
-        parts = tensor.dtype, tensor.shape, tensor.size_bytes, id(place.cut), id(recipe)
+        parts = tensor.dtype, tensor.shape, tensor.end - tensor.start, id(place.cut), id(recipe)
         number = alike.get(parts)
         if number is None:
             known = TensorKind(tensor.dtype, tensor.shape, tensor.size_bytes, place.cut, recipe)

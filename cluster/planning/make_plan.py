@@ -243,7 +243,7 @@ def build_load_plan(
         cut = with_recorded_amax(cut, read_amax)
     if device_map is not None:
         cut = with_device_map(cut, device_map, config, index.chunks.largest_bytes)
-    _check_coverage(index)
+    _check_coverage(index, cut)
     return LoadPlan(index.revision, index.shards, index.chunks, cut, RankPlans(cut, index.chunks))
 
 
@@ -262,15 +262,16 @@ def overfetch_bytes(plan: LoadPlan, ranks: Sequence[int]) -> int:
     return needed_bytes(plan, ranks) - plan.cut.wanted_bytes(ranks)
 
 
-def _check_coverage(index: ModelIndex) -> None:
+def _check_coverage(index: ModelIndex, cut: CutModel) -> None:
     """Raise PlanError when the chunks do not hold each byte of the tensors once, as some rank needs each."""
-    filled = [tensor for tensor in index.tensors if tensor.size_bytes]
-    size = np.array([tensor.size_bytes for tensor in filled], np.int64)
+    size = cut.sizes_bytes()
+    filled = np.flatnonzero(size)
+    size = size[filled]
     held_bytes = 0
-    if filled and len(index.chunks):
+    if len(filled) and len(index.chunks):
         whole = SourcePatterns(
-            shard=np.array([tensor.shard for tensor in filled], np.int64),
-            start=np.array([tensor.start for tensor in filled], np.int64),
+            shard=cut.shard[filled].astype(np.int64),
+            start=cut.start[filled],
             run=size,
             count=np.ones_like(size),
             src_stride=size,

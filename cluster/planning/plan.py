@@ -4,14 +4,18 @@
              -- ranks --> RankPlan -- slices --> TensorSlice     which slice of which tensor, and its place in memory
                                    -- chunk_ids                  the chunks those slices touch, in the order of leasing
 
+A rank may have 100,000 slices, so `SliceTable` has them in columns. It makes a `TensorSlice` when somebody asks for it.
+
 Pure functions derive plans of ranks from the cut (`cluster.planning.rank_plans`), and read items from slices and chunks
 (`cluster.planning.read_items`). They run wherever the result is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +59,109 @@ class TensorSlice:
         return self.form or self.region.sizes
 
 
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SliceKind:
+    """The properties that slices of a table share. The fields are those of `TensorSlice`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+    size_bytes: int
+    filled_bytes: int
+    form: tuple[int, ...] = ()
+    suffix: str | None = None  # what the name has more than the tensor it is made from; None: it is held as stored
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the shape of the rank's own tensor."""
+        return self.form or self.region.sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SliceTable(Sequence[TensorSlice]):
+    """Slices of a rank, in columns. A `TensorSlice` is made on access."""
+
+    kinds: tuple[SliceKind, ...]
+    names: Sequence[str]  # (n,)
+    kind: NDArray[np.int32]  # (n,) index into kinds
+    shard: NDArray[np.int32]  # (n,)
+    start: NDArray[np.int64]  # (n,)
+    segment: NDArray[np.int32]  # (n,)
+    segment_offset: NDArray[np.int64]  # (n,)
+
+    @classmethod
+    def of(cls, slices: Sequence[TensorSlice]) -> SliceTable:
+        """Return the slices as a table."""
+        if isinstance(slices, SliceTable):
+            return slices
+        kinds: dict[SliceKind, int] = {}
+        rows = []
+        for piece in slices:
+            suffix = piece.name.removeprefix(piece.made_from) if piece.made_from else None
+            alike = (piece.dtype, piece.shape, piece.region, piece.size_bytes, piece.filled_bytes, piece.form, suffix)
+            number = kinds.setdefault(SliceKind(*alike), len(kinds))
+            rows.append((number, piece.shard, piece.start, piece.segment, piece.segment_offset))
+        kind, shard, start, segment, offset = np.array(rows, np.int64).reshape(-1, 5).T.copy()
+        small = kind.astype(np.int32), shard.astype(np.int32), start, segment.astype(np.int32), offset
+        return cls(tuple(kinds), [piece.name for piece in slices], *small)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, row: int) -> TensorSlice: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[TensorSlice]: ...
+
+    def __getitem__(self, row: int | slice) -> TensorSlice | Sequence[TensorSlice]:
+        if isinstance(row, slice):
+            return self._part(self.names[row], row)
+        name, kind = self.names[row], self.kinds[self.kind[row]]
+        columns = (self.shard, self.start, self.segment, self.segment_offset)
+        return _slice_of(name, kind, *(int(column[row]) for column in columns))
+
+    def __iter__(self) -> Iterator[TensorSlice]:
+        places = zip(self.rows(), self.shard.tolist(), self.start.tolist(), strict=True)
+        for (name, kind, segment, offset), shard, start in places:
+            yield _slice_of(name, self.kinds[kind], shard, start, segment, offset)
+
+    def rows(self) -> Iterator[tuple[str, int, int, int]]:
+        """Iterate over (name, number in `kinds`, segment, segment_offset) of each slice."""
+        for first in range(0, len(self), _ROWS_AT_ONCE):  # numbers are small in arrays only
+            part = slice(first, first + _ROWS_AT_ONCE)
+            columns = (self.kind[part].tolist(), self.segment[part].tolist(), self.segment_offset[part].tolist())
+            yield from zip(self.names[part], *columns, strict=True)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def select(self, rows: NDArray[np.int64]) -> SliceTable:
+        """Return a table of these rows."""
+        return self._part([self.names[row] for row in rows.tolist()], rows)
+
+    def _part(self, names: Sequence[str], rows: slice | NDArray[np.int64]) -> SliceTable:
+        place = self.shard[rows], self.start[rows], self.segment[rows], self.segment_offset[rows]
+        return SliceTable(self.kinds, names, self.kind[rows], *place)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all slices."""
+        counts = np.bincount(self.kind, minlength=len(self.kinds)).tolist()
+        return sum(count * kind.size_bytes for count, kind in zip(counts, self.kinds, strict=True))
+
+
+def _slice_of(name: str, kind: SliceKind, shard: int, start: int, segment: int, segment_offset: int) -> TensorSlice:
+    made_from = "" if kind.suffix is None else name.removesuffix(kind.suffix)
+    where = (shard, start, segment, segment_offset, kind.size_bytes, kind.filled_bytes)
+    return TensorSlice(name, kind.dtype, kind.shape, kind.region, *where, made_from, kind.form)
+
+
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
     """A stored tensor that is read into temporary memory, converted, and then freed."""
@@ -81,7 +188,7 @@ class RankPlan:
 
     rank: int  # global, 0-based
     coords: RankCoords
-    slices: tuple[TensorSlice, ...]
+    slices: Sequence[TensorSlice]
     segment_bytes: tuple[int, ...]  # sizes of the device memory blocks to allocate
     chunk_ids: NDArray[np.int64]  # chunks that the rank reads from, ascending
     staged: tuple[StagedTensor, ...] = ()  # staged[i].source.segment == len(segment_bytes) + i
@@ -89,7 +196,7 @@ class RankPlan:
     device_map: DeviceMap | None = None
 
     @property
-    def sources(self) -> tuple[TensorSlice, ...]:
+    def sources(self) -> Sequence[TensorSlice]:
         """Return what is read: the slices that stay as stored, and the tensors to convert."""
         if not self.staged:
             return self.slices
@@ -99,7 +206,7 @@ class RankPlan:
     @property
     def size_bytes(self) -> int:
         """Return the bytes of the rank's slices, without alignment."""
-        return sum(piece.size_bytes for piece in self.slices)
+        return SliceTable.of(self.slices).size_bytes
 
     @property
     def bytes_by_device(self) -> dict[str, int]:

@@ -8,15 +8,12 @@ ends are our own processes. It ends at end of input, and imports neither ray nor
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import pickle
 import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -30,20 +27,10 @@ from cluster.precision.written_quantization import quantization_config
 from cluster.request import LoadRequest
 from cluster.telemetry.report import ProcessMemory
 from storage.errors import LongshoreError
-from storage.host.memory import high_water_bytes, own_bytes, reset_high_water
+from storage.host.memory import high_water_bytes, own_bytes, reset_high_water, without_collector
 
 CHANGES_S = 10.0  # time limit for planning the changes that a refused load is offered
 _LENGTH = struct.Struct("<Q")
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Disable the garbage collector. A large manifest has 100,000s of live objects, and scans cost a third more."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class PlanningServer:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cluster.fit.device_map import DeviceKey, device_order
 from cluster.layouts.mesh import RankCoords
 from cluster.planning.cut_model import CutModel, KindSlice
-from cluster.planning.plan import RankPlan, StagedTensor, TensorSlice
+from cluster.planning.plan import RankPlan, SliceKind, SliceTable, StagedTensor, TensorSlice
 from cluster.planning.read_items import (
     ALIGNMENT_BYTES,
     MemoryMap,
@@ -122,33 +122,62 @@ def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
     pieces = cut.slices(coords)
     here = cut.tensors_of(coords)
     memory = memory_map(cut, coords, pieces)
-    places = zip(memory.segment, memory.offset, strict=True)
-    columns = (cut.kind[here].tolist(), cut.shard[here].tolist(), cut.start[here].tolist())
-    slices: list[TensorSlice] = []
+    slices = _slice_table(cut, here, pieces, memory)
     staged: list[StagedTensor] = []
-    for at, number, shard, start in zip(here.tolist(), *columns, strict=True):
-        name, kind, piece = cut.names[at], cut.kinds[number], pieces[number]
-        first, made_from = len(slices), name if kind.recipe else ""
-        filled_bytes = 0 if kind.recipe else piece.filled_bytes
-        for output, size_bytes in zip(piece.outputs, piece.sizes_bytes, strict=True):
-            shape, region, dtype = output.shape, output.region, output.dtype
-            where = (shard, start, *next(places), size_bytes, filled_bytes)
-            slices.append(TensorSlice(name + output.suffix, dtype, shape, region, *where, made_from, output.form))
+    outputs = np.array([len(piece.outputs) for piece in pieces], np.int64)[cut.kind[here]]
+    first = np.cumsum(outputs) - outputs  # number of each tensor's first slice
+    converted = np.array([kind.recipe is not None for kind in cut.kinds], bool)
+    for row in np.flatnonzero(converted[cut.kind[here]]).tolist():
+        at = int(here[row])
+        kind, piece = cut.kinds[cut.kind[at]], pieces[cut.kind[at]]
+        place = (int(cut.shard[at]), int(cut.start[at]), len(memory.segment_bytes) + len(staged), 0)
+        source = TensorSlice(
+            cut.names[at], kind.dtype, kind.shape, piece.reads, *place, piece.read_bytes, piece.filled_bytes
+        )
+        made = int(first[row]), int(first[row] + outputs[row])
         if kind.recipe is not None:
-            where = (shard, start, len(memory.segment_bytes) + len(staged), 0, piece.read_bytes, piece.filled_bytes)
-            source = TensorSlice(name, kind.dtype, kind.shape, piece.reads, *where)
-            amax = cut.amax if kind.recorded else None
-            staged.append(StagedTensor(source, kind.recipe, piece.region, first, len(slices), at, amax))
+            staged.append(
+                StagedTensor(source, kind.recipe, piece.region, *made, at, cut.amax if kind.recorded else None)
+            )
     touched = rank_chunks(cut, chunks, coords)
     return RankPlan(
         rank,
         coords,
-        tuple(slices),
+        slices,
         memory.segment_bytes,
         touched,
         tuple(staged),
         memory.segment_devices,
         cut.device_map,
+    )
+
+
+def _slice_table(cut: CutModel, here: NDArray[np.int64], pieces: Sequence[KindSlice], memory: MemoryMap) -> SliceTable:
+    """Return the slices of the tensors `here`, in order. `pieces` is indexed by kind."""
+    kinds: list[SliceKind] = []
+    outputs = [len(piece.outputs) for piece in pieces]
+    for kind, piece in zip(cut.kinds, pieces, strict=True):
+        for output, size_bytes in zip(piece.outputs, piece.sizes_bytes, strict=True):
+            made = (0, output.form, output.suffix) if kind.recipe else (piece.filled_bytes, output.form)
+            kinds.append(SliceKind(output.dtype, output.shape, output.region, size_bytes, *made))
+    counts = np.array(outputs, np.int64)[cut.kind[here]]
+    rows = np.repeat(here, counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kind_of = (np.cumsum(outputs) - outputs)[cut.kind[rows]] + within
+    names: Sequence[str] = (
+        [cut.names[at] for at in rows.tolist()] if not len(here) == len(rows) == len(cut) else cut.names
+    )
+    if any(kind.suffix for kind in kinds):
+        suffixes = [kind.suffix or "" for kind in kinds]
+        names = [name + suffixes[number] for name, number in zip(names, kind_of.tolist(), strict=True)]
+    return SliceTable(
+        tuple(kinds),
+        names,
+        kind_of.astype(np.int32),
+        cut.shard[rows],
+        cut.start[rows],
+        np.array(memory.segment, np.int32),
+        np.array(memory.offset, np.int64),
     )
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,7 @@ from cluster.fit.device_map import DISK, DeviceKey
 from cluster.layouts.mesh import RankCoords
 from cluster.layouts.region import BoxRuns, Region, find_runs
 from cluster.planning.cut_model import CutModel
-from cluster.planning.plan import TensorSlice
+from cluster.planning.plan import SliceTable, TensorSlice
 from storage.checkpoints.model_index import ChunkTable
 
 _Column = NDArray[np.int64]
@@ -63,30 +63,32 @@ class Patterns(SourcePatterns):
 
 def find_patterns(slices: Sequence[TensorSlice]) -> Patterns:
     """Return the patterns of slices, in their order. Raises CutsInsideByte, or ValueError for a wrong size."""
-    known: dict[tuple[object, ...], list[_Part]] = {}  # slices that are cut alike have the same parts
-    rows: list[tuple[int, ...]] = []
-    for piece in slices:
-        if piece.filled_bytes == 0:
-            continue
-        alike = (piece.shape, piece.region, piece.filled_bytes)
-        parts = known.get(alike)
-        if parts is None:
-            parts = known[alike] = _parts(piece.shape, piece.region, piece.filled_bytes)
-        for src, run, count, src_stride, dest, dest_stride in parts:
-            rows.append(
-                (
-                    piece.shard,
-                    piece.start + src,
-                    run,
-                    count,
-                    src_stride,
-                    piece.segment,
-                    piece.segment_offset + dest,
-                    dest_stride,
-                )
-            )
-    columns = np.array(rows, np.int64).reshape(-1, 8).T
-    return Patterns(*np.ascontiguousarray(columns))
+    table = SliceTable.of(slices)
+    parts_of_kind = [
+        _parts(kind.shape, kind.region, kind.filled_bytes) if kind.filled_bytes else [] for kind in table.kinds
+    ]
+    row, (src, run, count, src_stride, dest, dest_stride) = _expand_parts(parts_of_kind, table.kind)
+    return Patterns(
+        table.shard[row].astype(np.int64),
+        table.start[row] + src,
+        run,
+        count,
+        src_stride,
+        table.segment[row].astype(np.int64),
+        table.segment_offset[row] + dest,
+        dest_stride,
+    )
+
+
+def _expand_parts(parts_of_kind: Sequence[list[_Part]], kind: NDArray[np.int32]) -> tuple[_Column, Sequence[_Column]]:
+    """Return the number of each part's tensor, and the parts in columns, for tensors of these kinds."""
+    counts = np.array([len(parts) for parts in parts_of_kind], np.int64)
+    first = np.cumsum(counts) - counts
+    table = np.array([part for parts in parts_of_kind for part in parts], np.int64).reshape(-1, 6)
+    repeats = counts[kind] if len(kind) else np.empty(0, np.int64)
+    row = np.repeat(np.arange(len(kind)), repeats)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    return row, [np.ascontiguousarray(column) for column in table[first[kind[row]] + within].T]
 
 
 def source_patterns(cut: CutModel, coords: RankCoords) -> SourcePatterns:
@@ -95,14 +97,9 @@ def source_patterns(cut: CutModel, coords: RankCoords) -> SourcePatterns:
         _parts(kind.shape, piece.reads, piece.filled_bytes) if piece.filled_bytes else []
         for kind, piece in zip(cut.kinds, cut.slices(coords), strict=True)
     ]
-    counts = np.array([len(parts) for parts in parts_of_kind], np.int64)
-    first = np.cumsum(counts) - counts
-    table = np.array([part for parts in parts_of_kind for part in parts], np.int64).reshape(-1, 6)
     here = cut.tensors_of(coords)
-    repeats = counts[cut.kind[here]] if len(here) else np.empty(0, np.int64)
-    tensor = np.repeat(here, repeats)
-    within = np.arange(len(tensor)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    src, run, count, src_stride, _, _ = table[first[cut.kind[tensor]] + within].T
+    row, (src, run, count, src_stride, _, _) = _expand_parts(parts_of_kind, cut.kind[here])
+    tensor = here[row]
     return SourcePatterns(
         cut.shard[tensor].astype(np.int64),
         cut.start[tensor] + src,
@@ -217,6 +214,11 @@ class ReadItems:
         first, end = np.searchsorted(self.chunk, (chunk_id, chunk_id + 1))
         return slice(int(first), int(end))
 
+    def copies(self, rows: slice) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+        """Iterate over (segment, src_offset, dest_offset, run_bytes, count, src_stride, dest_stride) of these rows."""
+        columns = (self.segment, self.src_offset, self.dest_offset, self.run_bytes, self.count)
+        return zip(*(column[rows].tolist() for column in (*columns, self.src_stride, self.dest_stride)), strict=True)
+
     def chunk_bytes(self) -> dict[int, int]:
         """Return chunk id -> bytes that the items read of it, for every chunk that they read."""
         if not len(self):
@@ -325,13 +327,17 @@ def place_in_segments(slices: Iterable[tuple[str, int]], limit_bytes: int = SEGM
     offset: list[int] = []
     segment_bytes: list[int] = []
     open_segment: dict[str, int] = {}  # layer -> the segment for its next small tensor
+    layer = ""  # of the tensor before
+    beginning: str | tuple[()] = ()  # of all other names in that layer
     for name, size_bytes in slices:
         padded = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if padded == 0:
             segment.append(0)
             offset.append(0)
             continue
-        layer = layer_of(name)
+        if not name.startswith(beginning):
+            layer = layer_of(name)
+            beginning = f"{layer}." if layer else ()
         current = target = open_segment.get(layer)
         if target is None or segment_bytes[target] + padded > limit_bytes:
             target = len(segment_bytes)

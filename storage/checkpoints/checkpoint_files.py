@@ -144,23 +144,24 @@ def assign_tensors(
     picked: dict[str, Tensor] = {}
     for number, key in enumerate(shard_keys):
         for found in headers[key].tensors:
-            tensor = Tensor(found.name, found.dtype, found.shape, number, found.start, found.end)
+            name, dtype, shape, start, end = found
             if weight_map is None:
-                if found.name in picked:
-                    first = shard_keys[picked[found.name].shard]
-                    problems.add(f"tensor {quote(found.name)} is in {quote(first)} and in {quote(key)}")
-                picked[found.name] = tensor
-            elif found.name not in weight_map:
-                problems.add(f"tensor {quote(found.name)} of {quote(key)} is not in the index")
-            elif weight_map[found.name] == key:
-                picked[found.name] = tensor
+                if name in picked:
+                    first = shard_keys[picked[name].shard]
+                    problems.add(f"tensor {quote(name)} is in {quote(first)} and in {quote(key)}")
+            elif name not in weight_map:
+                problems.add(f"tensor {quote(name)} of {quote(key)} is not in the index")
+                continue
+            elif weight_map[name] != key:
+                continue
+            picked[name] = Tensor(name, dtype, shape, number, start, end)
     for name, key in (weight_map or {}).items():
         if name not in picked:
             problems.add(f"tensor {quote(name)} is not in {quote(key)}, although the index says so")
     if problems:
         hint = "name one .safetensors file in the URI to load it alone" if weight_map is None else ""
         raise InvalidIndex(f"files and index disagree: {problems}", hint=hint, problems=len(problems))
-    return tuple(sorted(picked.values(), key=lambda t: (t.shard, t.start, t.end, t.name)))
+    return tuple(picked.values())  # in order, because the tensors of each header are
 
 
 def is_pickle(key: str) -> bool:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
 
-from storage.checkpoints.safetensors_header import DTYPE_BITS, Header, HeaderTensor, atom_bytes
+from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_ELEMENTS, Header, HeaderTensor, atom_bytes
 from storage.checksum import StoreChecksum
 from storage.stores.object_store import ByteRange
 
@@ -37,16 +38,24 @@ class Shard:
     unchecked: str = ""  # why the store's checksum is missing
 
 
+Size = Annotated[int, Field(ge=0, le=MAX_ELEMENTS)]  # checked where a manifest is read
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """The place, dtype and shape of one whole stored tensor."""
+    """The place, dtype and shape of one whole stored tensor: bytes `[start, end)` of a shard.
+
+    A manifest has these fields of each tensor. Pydantic checks them, and makes this compact object of them.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, revalidate_instances="always")
 
     name: str
     dtype: str  # safetensors' own name: "BF16", "F32", "F8_E4M3"...
-    shape: tuple[int, ...]  # global shape; () for a 0-d tensor
-    shard: int  # index into ModelIndex.shards
-    start: int  # first byte, counted from the start of the shard's file
-    end: int  # first byte after; start == end for a tensor without elements
+    shape: tuple[Size, ...]  # global shape; () for a 0-d tensor
+    shard: Size  # index into ModelIndex.shards
+    start: Size  # first byte, counted from the start of the shard's file
+    end: Size  # first byte after; start == end for a tensor without elements
 
     @property
     def size_bytes(self) -> int:

@@ -18,7 +18,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from storage.errors import InvalidHeader
 from storage.problems import Problems, json_values, quote, show_bytes
@@ -91,8 +91,7 @@ CUT_SHORT_HINT = "upload the file again, because its upload ended early"
 METADATA_KEY = "__metadata__"
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderTensor:
+class HeaderTensor(NamedTuple):
     """One tensor as its file describes it."""
 
     name: str
@@ -133,6 +132,9 @@ def parse_header(data: bytes, file_size_bytes: int) -> Header:
     data_start = header_bytes(data, file_size_bytes)
     if len(data) < data_start:
         raise InvalidHeader(f"header cut short: {len(data)} bytes of {data_start}")
+    sound = _sound_header(data[LENGTH_BYTES:data_start], data_start, file_size_bytes)
+    if sound is not None:
+        return sound
     problems = Problems()
     entries = _parse_json(data[LENGTH_BYTES:data_start], problems)
     metadata = _metadata(entries.pop(METADATA_KEY, None), problems)
@@ -184,6 +186,63 @@ def encode_header(
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def _sound_header(raw: bytes, data_start: int, file_size_bytes: int) -> Header | None:
+    """Return the header if it has no problem, in half the time and memory of the whole check. Else None.
+
+    Each entry becomes a tuple as soon as it is parsed. A name that appears twice leaves fewer strings than the text
+    has, so counting quotation marks shows it.
+    """
+    if json_values(raw) > MAX_JSON_VALUES:
+        return None
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}  # equal shapes are one object
+
+    def compact(entry: dict[str, Any]) -> object:
+        try:
+            dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if type(start) is not int or type(end) is not int or type(shape) is not list:
+                return entry
+            for size in shape:
+                if type(size) is not int:  # True and 1.0 are equal to 1
+                    return entry
+            alike = dtype, tuple(shape)
+            if alike not in sizes:
+                if min(shape, default=0) < 0 or len(shape) > MAX_DIMENSIONS:
+                    return entry
+                sizes[alike] = alike[1], tensor_bytes(*alike)
+            dims, size_bytes = sizes[alike]
+        except (KeyError, ValueError, TypeError, OverflowError):
+            return entry
+        return (dtype, dims, start, end) if end - start == size_bytes else entry
+
+    try:
+        entries = json.loads(raw.decode("utf-8"), object_hook=compact)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entries, dict):
+        return None
+    metadata = entries.pop(METADATA_KEY, {})
+    problems = Problems()
+    if not isinstance(metadata, dict):
+        return None
+    _metadata(metadata, problems)
+    if problems:
+        return None
+    strings = 5 * len(entries) + (1 + 2 * len(metadata) if metadata else 0)
+    if raw.count(b'"') != 2 * strings:
+        return None
+    tensors: list[HeaderTensor] = []
+    at = data_start
+    for name, entry in entries.items():
+        if type(entry) is not tuple or not (name.isascii() or _encodable(name)):
+            return None
+        dtype, dims, start, end = entry
+        if data_start + start != at or start == end:  # out of order, maybe
+            return None
+        at = data_start + end
+        tensors.append(HeaderTensor(name, dtype, dims, data_start + start, at))
+    return Header(tuple(tensors), metadata, data_start) if at == file_size_bytes else None
 
 
 def _parse_json(raw: bytes, problems: Problems) -> dict[str, Any]:

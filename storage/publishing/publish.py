@@ -48,7 +48,6 @@ from storage.checkpoints.manifest import (
     ManifestEntry,
     ManifestFile,
     ManifestShard,
-    ManifestTensor,
 )
 from storage.checkpoints.model_index import (
     DEFAULT_CHUNK_BYTES,
@@ -484,7 +483,7 @@ class _Publish:
         return (
             (manifest.hash, manifest.chunk_bytes) == (self._hash_name, self._chunk_bytes)
             and [shard.path for shard in manifest.shards] == [info.key for info in checkpoint.shards]
-            and _manifest_tensors(checkpoint) == manifest.tensors
+            and checkpoint.tensors == manifest.tensors
             and entries.keys() == sources.keys()
             and all(is_entry_of(entry, sources[path], there.get(path)) for path, entry in entries.items())
         )
@@ -557,7 +556,7 @@ class _Publish:
             hash_name=self._hash_name,
             chunk_bytes=self._chunk_bytes,
             shards=[entry for entry in entries if isinstance(entry, ManifestShard)],
-            tensors=_manifest_tensors(checkpoint),
+            tensors=checkpoint.tensors,
             files=[entry for entry in entries if not isinstance(entry, ManifestShard)],
         )
         write_manifest(
@@ -594,10 +593,3 @@ class _Publish:
             signed_by=None if self._sign_key is None else key_id(self._sign_key.public),
             signed_name=None if self._sign_key is None else self._signed_name,
         )
-
-
-def _manifest_tensors(checkpoint: Checkpoint) -> tuple[ManifestTensor, ...]:
-    return tuple(
-        ManifestTensor(name=t.name, dtype=t.dtype, shape=t.shape, shard=t.shard, start=t.start, end=t.end)
-        for t in checkpoint.tensors
-    )

@@ -19,10 +19,9 @@ from storage.checkpoints.manifest import (
     Manifest,
     ManifestFile,
     ManifestShard,
-    ManifestTensor,
     table_differences,
 )
-from storage.checkpoints.model_index import fixed_bounds
+from storage.checkpoints.model_index import Tensor, fixed_bounds
 from storage.checkpoints.safetensors_header import HeaderBytes
 from storage.errors import InvalidHeader, NotACheckpoint
 from storage.publishing.one_object import AmaxScan, BadChunk, ObjectDigests, Recorded, digest_object
@@ -165,7 +164,7 @@ class _Verify:
         counts = [len(shard.chunk_ends) for shard in manifest.shards]
         paths = [shard.path for shard in manifest.shards]
         self._first_chunk = dict(zip(paths, accumulate(counts, initial=0), strict=False))
-        self._tensors: dict[str, list[ManifestTensor]] = defaultdict(list)
+        self._tensors: dict[str, list[Tensor]] = defaultdict(list)
         for tensor in manifest.tensors:
             self._tensors[paths[tensor.shard]].append(tensor)
         self._names = frozenset(tensor.name for tensor in manifest.tensors)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
-from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools
+from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools, without_collector
 
 
 @pytest.fixture
@@ -116,3 +117,21 @@ def test_this_host_has_memory_and_a_memory_backed_folder():
     assert free_bytes("/dev/shm") > 0
     assert is_memory_backed("/dev/shm")
     assert not is_memory_backed("/proc")
+
+
+def test_the_last_block_restores_the_collector():
+    assert gc.isenabled()
+    first, second = without_collector(), without_collector()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collector():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -5,10 +5,12 @@ import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from storage.checkpoints import manifest
 from storage.checkpoints import manifest as manifest_module
@@ -16,15 +18,15 @@ from storage.checkpoints.manifest import (
     Manifest,
     ManifestFile,
     ManifestShard,
-    ManifestTensor,
     contents_digest,
     manifest_front,
     parse_manifest,
 )
-from storage.checkpoints.model_index import chunk_bounds
+from storage.checkpoints.model_index import Tensor, chunk_bounds
 from storage.checkpoints.safetensors_header import parse_header
 from storage.checksum import DIGEST_SIZES
 from storage.errors import InvalidManifest
+from storage.problems import Problems
 from tests.support.checkpoints import TensorSpec, safetensors_bytes, tensor_specs
 
 MIB = 1 << 20
@@ -51,7 +53,7 @@ def build(parts: list[list[TensorSpec]], hash_name: str = "blake3", files: int =
             )
         )
         tensors += [
-            ManifestTensor(name=t.name, dtype=t.dtype, shape=t.shape, shard=number, start=t.start, end=t.end)
+            Tensor(name=t.name, dtype=t.dtype, shape=t.shape, shard=number, start=t.start, end=t.end)
             for t in header.tensors
         ]
     others = [
@@ -93,6 +95,65 @@ def test_a_built_manifest_reads_back_equal(parts: list[list[TensorSpec]], hash_n
     assert parse_manifest(manifest.to_json()) == manifest
     assert contents_digest(manifest) == manifest.revision
     assert manifest.to_json().startswith(manifest_front(manifest.revision))
+
+
+def test_the_revision_is_the_digest_of_canonical_json() -> None:
+    odd = [[('a"b\\\n\u00e9\u2028', "F32", (2, 3)), ("s", "BF16", ()), ("e", "U8", (0,))]]
+    for built in (build(PARTS, files=2), build(odd), build([[]])):
+        rest = built.model_dump(exclude={"revision"})
+        text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        assert built.revision == hashlib.sha256(text.encode()).hexdigest()
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["set", "cut", "insert", "drop"]), st.integers(0), st.sampled_from('"{}[],:1n'))
+    ),
+    st.lists(tensor_specs(), min_size=1, max_size=2),
+    st.integers(1, 200),
+)
+def test_pieces_are_accepted_as_the_whole_text_is(
+    changes: list[tuple[str, int, str]], parts: list[list[TensorSpec]], piece_bytes: int
+) -> None:
+    data = bytearray(build(parts).to_json())
+    for kind, place, character in changes[:3]:
+        at = place % len(data)
+        if kind == "cut":
+            del data[at : at + 40]
+        elif kind == "drop":
+            del data[at]
+        else:
+            data[at : at + (kind == "set")] = character.encode()
+    try:
+        whole: Manifest | None = Manifest.model_validate_json(bytes(data))
+    except ValidationError:
+        whole = None
+    with patch.object(manifest_module, "_PIECE_BYTES", piece_bytes), patch.object(manifest_module, "_BATCH", 2):
+        try:
+            pieces: Manifest | None = manifest_module._validated(bytes(data))
+        except ValidationError:
+            pieces = None
+        assert pieces == whole
+
+
+small = st.integers(0, 3)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["U8", "?"]), small, small, small), max_size=4))
+def test_quick_checks_find_problems_where_the_whole_check_does(rows: list[tuple[str, str, int, int, int]]) -> None:
+    tensors = tuple(
+        Tensor(name, dtype, (size,), shard, start, start + size) for name, dtype, size, shard, start in rows
+    )
+    changed = build([[], [], []]).model_copy(update={"tensors": tensors})
+    shards = tuple(shard.model_copy(update={"size_bytes": 4}) for shard in changed.shards)
+    changed = changed.model_copy(update={"shards": shards})
+    quick, whole = Problems(), Problems()
+    manifest_module._check_tensors(changed, quick)
+    with patch.object(manifest_module, "_tensors_are_sound", return_value=False):
+        manifest_module._check_tensors(changed, whole)
+    assert list(quick) == list(whole)
 
 
 def test_the_index_of_a_manifest_has_the_same_facts() -> None:

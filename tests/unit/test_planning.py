@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from cluster.errors import LayoutError, PlanError
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.layouts.region import Region
+from cluster.layouts.region import Region, whole
 from cluster.layouts.rules import Rules, parse_rules
 from cluster.planning.make_plan import build_load_plan, needed_bytes, needed_chunks, overfetch_bytes
-from cluster.planning.plan import LoadPlan, RankPlan
+from cluster.planning.plan import LoadPlan, RankPlan, SliceTable, TensorSlice
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import (
     StoredModel,
@@ -237,3 +237,19 @@ def test_an_empty_model() -> None:
     assert [rank.device_bytes for rank in plan.ranks] == [0] * 4
     assert overfetch_bytes(plan, range(4)) == 0
     assert check_plan(replace(plan, chunks=cut_into_chunks([], []))) == []
+
+
+def test_a_table_of_slices_is_a_sequence_of_them() -> None:
+    slices = [
+        TensorSlice("a.w", "F32", (4, 2), whole((4, 2)), 0, 100, 0, 0, 32, 32),
+        TensorSlice("a.w_scale", "F32", (4, 1), whole((4, 1)), 0, 100, 1, 256, 16, 0, "a.w"),
+        TensorSlice("n", "U8", (0,), whole((0,)), 1, 7, 0, 0, 0, 0),
+        TensorSlice("b", "U8", (8,), whole((8,)), 2, 5, 1, 512, 8, 8, "b", (2, 4)),
+    ]
+    table = SliceTable.of(slices)
+    assert (list(table), len(table), table.size_bytes) == (slices, 4, 56)
+    assert ([table[row] for row in range(4)], table[-1]) == (slices, slices[-1])
+    assert (table[1:3], table.select(np.array([3, 0]))) == (slices[1:3], [slices[3], slices[0]])
+    assert (table == SliceTable.of(slices), table == slices[:3]) == (True, False)
+    assert SliceTable.of(table) is table
+    assert list(SliceTable.of([])) == []

@@ -3,6 +3,7 @@
 import json
 import struct
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
@@ -76,6 +77,46 @@ def test_the_reference_reads_every_accepted_header(
         return
     reference = {name: bytes(t["data"]) for name, t in deserialize(bytes(data))}
     assert {t.name: bytes(data[t.start : t.end]) for t in header.tensors} == reference
+
+
+@settings(max_examples=300)
+@given(tensor_specs(max_tensors=3), mutations, st.none() | st.dictionaries(st.text(max_size=3), st.text(max_size=3)))
+def test_the_quick_check_accepts_only_what_the_whole_one_does(
+    specs: list[TensorSpec], changes: list[tuple[str, int, int]], metadata: dict[str, str] | None
+) -> None:
+    data = bytearray(safetensors_bytes(specs, metadata=metadata))
+    for kind, place, value in changes[1:]:
+        if kind in ("set", "insert"):
+            at = place % len(data)
+            data[at : at + (kind == "set")] = bytes([value])
+    try:
+        quick = parse_header(bytes(data), len(data))
+    except InvalidHeader:
+        quick = None
+    with patch("storage.checkpoints.safetensors_header._sound_header", return_value=None):
+        try:
+            whole = parse_header(bytes(data), len(data))
+        except InvalidHeader:
+            whole = None
+    assert quick == whole
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        '{"a":{"dtype":"F4","dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        '{"a":{"dtype":"U8","shape":[true],"data_offsets":[0,1]}}',
+        '{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}',
+        '{"a":{"dtype":"U8","shape":[-1,-1],"data_offsets":[0,1]}}',
+        '{"__metadata__":{"x":"y","x":"y"},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        '{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+    ],
+)
+def test_well_formed_lies_are_refused(text: str) -> None:
+    data = struct.pack("<Q", len(text)) + text.encode() + b"\0"
+    with pytest.raises(InvalidHeader):
+        parse_header(data, len(data))
 
 
 json_values = st.recursive(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoints.manifest import NOTHING, ManifestTensor, table_differences
+from storage.checkpoints.manifest import NOTHING, table_differences
+from storage.checkpoints.model_index import Tensor
 from storage.checkpoints.safetensors_header import Header, HeaderBytes, parse_header
 from storage.errors import InvalidHeader
 from tests.support.checkpoints import TensorSpec, safetensors_bytes, tensor_specs
 
 
-def published(header: Header) -> list[ManifestTensor]:
+def published(header: Header) -> list[Tensor]:
     return [
-        ManifestTensor(name=t.name, dtype=t.dtype, shape=t.shape, shard=0, start=t.start, end=t.end)
-        for t in header.tensors
+        Tensor(name=t.name, dtype=t.dtype, shape=t.shape, shard=0, start=t.start, end=t.end) for t in header.tensors
     ]
 
 
@@ -47,5 +49,5 @@ def test_a_tensor_that_only_one_side_has_is_reported() -> None:
     (bad,) = table_differences("s", [a], header, {"a"})
     assert (bad.key, bad.name, bad.published, bad.stored) == ("s", "b", NOTHING, f"U8 (2) at [{b.start}, {b.end})")
     assert list(table_differences("s", [a], header, {"a", "b"})) == []  # a copy the index did not pick
-    (bad,) = table_differences("s", [a, b, b.model_copy(update={"name": "c"})], header, set())
+    (bad,) = table_differences("s", [a, b, replace(b, name="c")], header, set())
     assert (bad.name, bad.stored) == ("c", NOTHING)

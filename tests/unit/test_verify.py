@@ -1,5 +1,6 @@
 """Verifying: every bad chunk is in the report with its place, and nothing else is."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage.checkpoints.checkpoint import open_model
-from storage.checkpoints.manifest import MANIFEST_KEY, Manifest, ManifestTensor, parse_manifest
+from storage.checkpoints.manifest import MANIFEST_KEY, Manifest, parse_manifest
+from storage.checkpoints.model_index import Tensor
 from storage.errors import InvalidHeader, InvalidManifest, NotACheckpoint, StoreUnavailable
 from storage.publishing.publish import publish
 from storage.publishing.verify import NOT_PUBLISHED, VerifyProgress, WrongSize, verify
@@ -121,7 +123,7 @@ def rewrite(store: MemoryStore, **changes: Any) -> None:
     store.put(MANIFEST_KEY, Manifest.build(hash_name=old.hash, chunk_bytes=old.chunk_bytes, **fields).to_json())
 
 
-def tensors_of(store: MemoryStore) -> list[ManifestTensor]:
+def tensors_of(store: MemoryStore) -> list[Tensor]:
     data = read_bytes(store, MANIFEST_KEY, ByteRange(0, store.stat(MANIFEST_KEY).size_bytes))
     return list(parse_manifest(data).tensors)
 
@@ -131,7 +133,7 @@ def tensors_of(store: MemoryStore) -> list[ManifestTensor]:
 )
 def test_tensors_are_compared_with_the_header(store: MemoryStore, change: dict[str, Any]) -> None:
     tensors = tensors_of(store)
-    tensors[1] = tensors[1].model_copy(update=change)
+    tensors[1] = replace(tensors[1], **change)
     rewrite(store, tensors=tensors)
     report = verify(store)
     assert not report.ok
