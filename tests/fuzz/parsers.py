@@ -217,11 +217,11 @@ def _arena_checksummed(data: bytes) -> None:
 
 
 def _arena_seeds() -> list[bytes]:
-    geometries = [(1, 4096), (3, 1 << 20), (64, 8192)]
+    geometries = [(1, 4096, 1), (3, 1 << 20, 2), (64, 8192, 64)]
     return [
-        pack_geometry(slots, slot_bytes, b"epoch!").ljust(RECORDS_AT, b"\0")
+        pack_geometry(slots, slot_bytes, window_slots, b"epoch!").ljust(RECORDS_AT, b"\0")
         + struct.pack("<Q", arena_size_bytes(slots, slot_bytes))
-        for slots, slot_bytes in geometries
+        for slots, slot_bytes, window_slots in geometries
     ]
 
 

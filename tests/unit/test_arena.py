@@ -65,6 +65,46 @@ def test_slots_begin_on_a_page_and_the_file_is_private(arena, path):
     assert info.st_size == arena.size_bytes == arena_size_bytes(4, SLOT)
 
 
+def test_kept_slots_take_memory_only_while_they_hold_a_chunk(path):
+    with Arena.create(path, slot_count=6, slot_bytes=SLOT, window_slots=2) as arena:
+        assert arena.reserve() == arena.ready_slots == 2
+        empty = arena.taken_bytes
+        assert 2 * SLOT <= empty < 3 * SLOT
+        chunk = memoryview(os.urandom(SLOT - 4096))
+        assert arena.keep(5, chunk)
+        assert arena.taken_bytes - empty == len(chunk)
+        with Arena.open(path) as worker:
+            parts = [memoryview(bytearray(100)), memoryview(bytearray(len(chunk) - 100))]
+            worker.read(5, parts)
+            assert b"".join(parts) == chunk == worker.view(5, len(chunk))
+            assert len(worker.data()) == 2 * SLOT
+        arena.give_back(5)
+        assert arena.taken_bytes == empty
+        for outside in (1, 6, -1):
+            with pytest.raises(IndexError):
+                arena.keep(outside, chunk)
+        with pytest.raises(IndexError):
+            arena.slot(2)
+
+
+def test_a_chunk_without_memory_is_not_kept(small_tmpfs):
+    path = str(small_tmpfs / "arena")
+    with Arena.create(path, slot_count=64, slot_bytes=1 << 20, window_slots=4) as arena:
+        arena.reserve()
+        chunk = memoryview(bytes(1 << 20))
+        kept = [arena.keep(slot, chunk) for slot in range(4, 16)]
+        assert kept[0]
+        assert not kept[-1]
+        arena.slot(3)[:] = chunk  # the window has its memory
+
+
+def test_a_file_that_was_cut_short_is_an_error(path):
+    with Arena.create(path, slot_count=4, slot_bytes=SLOT, window_slots=1) as arena:
+        os.truncate(path, arena_size_bytes(1, SLOT))
+        with pytest.raises(ArenaCorrupt, match="cut short"):
+            arena.read(3, [memoryview(bytearray(10))])
+
+
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, SLOT), (-1, SLOT), (1, 0), (1, 1000), (1 << 21, SLOT)])
 def test_impossible_geometries_are_refused(path, slots, slot_bytes):
     with pytest.raises(ValueError, match="no arena has"):
@@ -240,6 +280,8 @@ def _resealed(path, field, value):
         lambda path: _resealed(path, 3, 2**63),
         lambda path: _resealed(path, 4, 2**50),
         lambda path: _resealed(path, 5, 0),
+        lambda path: _resealed(path, 6, 0),
+        lambda path: _resealed(path, 6, 5),
         lambda path: os.unlink(path),
         lambda path: (os.unlink(path), os.mkfifo(path)),
         lambda path: (os.unlink(path), os.mkdir(path)),
