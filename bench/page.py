@@ -22,6 +22,7 @@ from bench.everything import STEPS
 from bench.harness.report import load_tables, markdown_table, ours, pairs
 from bench.harness.rounds import REPOSITORY
 from bench.options import new_parser
+from bench.run import SCENES
 
 DOCS = REPOSITORY / "docs"
 PAGES = ("benchmarks.md", "capacity.md")
@@ -51,14 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def collect(out: Path) -> dict[str, Any]:
-    """Return what the steps left, by name of the step. Single runs are left out."""
-    found = {}
+    """Return what the steps left, by name of the step, without single runs. Loads of some scenes only do not count."""
+    found: dict[str, Any] = {}
     for name in STEPS:
         path = out / ("results.json" if name == "loads" else f"{name}.json")
         if path.exists():
-            found[name] = json.loads(path.read_text())
-            for entry in found[name].get("entries", ()):
+            step = json.loads(path.read_text())
+            if name == "loads" and len(step["scenes"]) < len(SCENES):
+                print(f"not taken: {path} has only {', '.join(step['scenes'])}")
+                continue
+            for entry in step.get("entries", ()):
                 del entry["runs"]
+            found[name] = step
     return found
 
 

@@ -58,10 +58,11 @@ def make_models(root: Path, size_bytes: int, bucket_name: str = BUCKET) -> Spec:
 def _write(folder: Path, size_bytes: int, seed: int) -> None:
     """Write a Llama of about that size.
 
-    It is as wide as an 8B model where three layers of that fit, so that tensors have the size of real ones.
+    It is as wide as an 8B model where two layers of that fit, so that tensors have the size of real ones: of each, a
+    rank of eight wants whole chunks.
     """
     hidden = 256
-    while hidden < 4096 and _llama_bytes(2 * hidden, 3) <= size_bytes:
+    while hidden < 4096 and _llama_bytes(2 * hidden, 2) <= size_bytes * 1.05:
         hidden *= 2
     one, two = _llama_bytes(hidden, 1), _llama_bytes(hidden, 2)
     layers = max(1, round((size_bytes - one) / (two - one)) + 1)
@@ -70,9 +71,9 @@ def _write(folder: Path, size_bytes: int, seed: int) -> None:
 
 
 def _shape(hidden: int, layers: int) -> dict[str, Any]:
-    """Return the proportions of a Llama 3, those of the vocabulary included."""
-    heads = max(4, hidden // 128)
-    sizes = {"heads": heads, "kv_heads": max(1, heads // 4), "intermediate": hidden * 7 // 2, "vocab": hidden * 8}
+    """Return the proportions of a Llama 3, but for a smaller vocabulary."""
+    heads = max(8, hidden // 128)  # so that 8 ranks can share them
+    sizes = {"heads": heads, "kv_heads": max(1, heads // 4), "intermediate": hidden * 7 // 2, "vocab": hidden * 2}
     return {"hidden": hidden, "layers": layers, **sizes}
 
 
