@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from bench.capacity import cores_table, node_table, path_costs
 from bench.contenders.table import CONTENDERS
 from bench.harness.report import load_tables
 from bench.harness.results import Entry, Results, Run
@@ -60,18 +59,6 @@ def test_every_entry_has_rows_or_a_reason_for_none() -> None:
     assert rows.index(next(row for row in rows if "**warm" in row)) < rows.index(
         next(row for row in rows if "**cold" in row)
     )
-
-
-def test_capacity_follows_from_two_sizes() -> None:
-    (cost,) = path_costs(EVERYTHING)
-    assert cost.cpu_s_per_gb == pytest.approx(1.0)  # (1.1 - 0.35) / 0.75
-    assert cost.fixed_cpu_s == pytest.approx(0.1)
-    assert "| through the arena, BLAKE3 | 0.10 | 1.00 | 5.0 | 50.0 |" in cores_table([cost], [5.0, 50.0])
-
-
-def test_a_faster_store_needs_fewer_requests() -> None:
-    assert "| 5 GB/s | 42.5 Gbit/s | 50 | 0.39 GiB |" in node_table([5.0], 0.1)
-    assert "| 5 GB/s | 42.5 Gbit/s | 10 | 0.08 GiB |" in node_table([5.0], 0.5)
 
 
 def test_short_answers_and_figure_come_from_the_results() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import bench.run
 from bench.harness.contender import Spec
+from bench.harness.link import NoLink
 from bench.harness.results import Entry, Run
 from bench.page import _settings_table
 from bench.run import main
@@ -94,11 +95,14 @@ def test_a_run_in_the_wrong_mode_fails_unless_small(run_bench: Callable[..., int
 def test_a_link_that_cannot_be_made_is_a_reason(
     run_bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    def refuse(_: object) -> None:
+        raise NoLink("no root")
+
+    monkeypatch.setattr("bench.harness.link.RateLimitedLink.__enter__", refuse)
     assert run_bench(lambda *_: [FIGURES], "--only", "longshore_arena@tp4/*", "--no-tuning", "--rounds", "1") == 0
     entries = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
     absent = {entry["scene"]: entry["absent"] for entry in entries}
-    assert absent["tp4/1000mbit"] == "a network namespace and a rate limit need root"
+    assert absent["tp4/1000mbit"] == "no root"
     assert absent["tp4/http"] == ""
 
 
