@@ -20,8 +20,8 @@ RATES_GB_S = (1.0, 5.0, 12.5, 50.0)
 CONNECTION_GB_S = 0.1  # of one connection to the store
 CHUNK_BYTES = 8 << 20
 WIRE_BITS = 8 * 1538 / 1448  # bits on an Ethernet of 1,500-byte frames for each byte of an answer
-# Bytes of memory traffic for each byte loaded: the kernel's copy out of the socket writes and reads, the hash reads
-# what is in the processor's cache, and a copy out of the arena reads and writes.
+# Bytes of memory traffic for each byte loaded: the card writes, the kernel's copy out of the socket reads and writes,
+# the hash reads what is in the processor's cache, and a copy out of the arena reads and writes.
 ARENA_TRAFFIC, DIRECT_TRAFFIC = 5, 3
 # title, contender, scene and the suffix of its cases
 PATHS = (

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in changed:
         print(f"{'out of date' if options.check else 'written'}: {path}")
         if not options.check:
-            path.write_text(text=files[path])
+            path.write_text(files[path])
     return 1 if options.check and changed else 0
 
 
@@ -138,7 +138,7 @@ def _settings_table(loads: Mapping[str, Any]) -> str:
 
 # -- the figure ------------------------------------------------------------------------------------------------
 
-_WIDTH, _LEFT, _ROW, _TOP = 900, 400, 30, 64
+_WIDTH, _LEFT, _ROW, _TOP = 960, 500, 30, 64
 
 
 def figure(loads: Mapping[str, Any]) -> str:
