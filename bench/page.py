@@ -77,14 +77,20 @@ def marked_parts(results: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of every marked part, by name."""
     loads = results["loads"]
     model, machine = loads["model"], loads["machine"]
-    unfinished = " **The run was interrupted.**" if loads["partial"] else ""
+    warnings = {
+        "The run was interrupted: rows are missing.": loads["partial"],
+        "It was a small run, to see that the benchmark works: its times mean nothing.": "--small" in loads["command"],
+        "Other programs kept the machine busy.": float(machine.get("load before", 0)) > 1,
+    }
+    note = "".join(f"**{text}**\n" for text, applies in warnings.items() if applies)
+    note += "\n" if note else ""
     parts = {
-        "run": f"`{loads['command']}`: {pairs(machine)}. A Llama of {model['bytes'] / 1e9:.2f} GB in {model['files']} "
-        f"shards, bf16; {loads['rounds']} rounds, interleaved; medians.{unfinished}\n\n"
+        "run": f"{note}`{loads['command']}`: {pairs(machine)}. A Llama of {model['bytes'] / 1e9:.2f} GB in {model['files']} "
+        f"shards, bf16; {loads['rounds']} rounds, interleaved; medians.\n\n"
         f"Versions: {pairs(loads['versions'])}.",
-        "short": short_table(loads),
+        "short": note + short_table(loads),
         "settings": _settings_table(loads),
-        "cores": f"From `{loads['command']}` of {machine['date']} on {machine['processor']}.\n\n"
+        "cores": f"{note}From `{loads['command']}` of {machine['date']} on {machine['processor']}.\n\n"
         + cores_table(path_costs(loads), RATES_GB_S),
         "node": node_table(RATES_GB_S, CONNECTION_GB_S),
     }
