@@ -85,8 +85,8 @@ def marked_parts(results: Mapping[str, Any]) -> dict[str, str]:
     note = "".join(f"**{text}**\n" for text, applies in warnings.items() if applies)
     note += "\n" if note else ""
     parts = {
-        "run": f"{note}`{loads['command']}`: {pairs(machine)}. A Llama of {model['bytes'] / 1e9:.2f} GB in {model['files']} "
-        f"shards, bf16; {loads['rounds']} rounds, interleaved; medians.\n\n"
+        "run": f"{note}`{loads['command']}`: {pairs(machine)}. A Llama of {model['bytes'] / 1e9:.2f} GB in "
+        f"{model['files']} shards, bf16; {loads['rounds']} rounds, interleaved; medians.\n\n"
         f"Versions: {pairs(loads['versions'])}.",
         "short": note + short_table(loads),
         "settings": _settings_table(loads),

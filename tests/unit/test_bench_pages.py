@@ -37,9 +37,9 @@ def test_a_changed_page_is_out_of_date(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_text_outside_the_marks_is_kept() -> None:
-    page = "before\n<!-- table: short -->\nold\n<!-- end -->\nafter\n"
+    page = "before\n<!-- table: node -->\nold\n<!-- end -->\nafter\n"
     filled = fill(page, RESULTS)
-    assert filled.startswith("before\n<!-- table: short -->\n\n| question |")
+    assert filled.startswith("before\n<!-- table: node -->\n\n| rate |")
     assert filled.endswith("\n<!-- end -->\nafter\n")
     assert "old" not in filled
 
