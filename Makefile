@@ -8,8 +8,7 @@
 #   WORKERS=2           how many test processes run side by side, each a file at a time; 0: one after the other
 #   N=200 SEED=7        how many loads `make chaos` runs, and of which seed; none: made up, and printed
 #   FUZZ_ARGS=...       arguments for fuzz: --seconds 60, --only 'manifest*'
-#   BENCH_LINK_ARGS=... arguments for bench-link: --size 2GB, --mbit 1000 2000, --rounds 5
-#   BENCH_ARGS=...      arguments for the benchmark: --size 4GB, --rounds 5, --only 'longshore_*', --small...
+#   BENCH_ARGS=...      arguments for the benchmark: --size 4GB, --rounds 5, --only 'tp4/http', --steps loads, --small...
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,7 +39,7 @@ COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 CODE := storage cluster actors serving longshore bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv check lint test test-fast test-slow coverage fuzz demo chaos bench bench-link peers docs clean \
+.PHONY: help venv check lint test test-fast test-slow coverage fuzz demo chaos bench peers docs clean \
         other-torch
 
 help:  ## this list
@@ -131,11 +130,8 @@ chaos: $(STAMP)  ## N random loads under random faults; fails unless each is byt
 
 peers: $(PEERS)  ## what `make bench` compares with, into .venv
 
-bench: $(PEERS)  ## this project beside its peers, on this machine: about an hour; needs nginx and 6 GB of /dev/shm
-	$(BIN)/python -m bench.run $(BENCH_ARGS)
-
-bench-link: $(STAMP)  ## verified beside unverified over a rate-limited link; as root, needs iproute2 and nginx
-	$(BIN)/python -m bench.link $(BENCH_LINK_ARGS)
+bench: $(PEERS)  ## every table of docs/benchmarks.md, on this machine: about an hour; needs nginx and 14 GB of memory
+	$(BIN)/python -m bench.everything $(BENCH_ARGS)
 
 docs: $(DOCS)  ## the pages of docs/ as a site, in site/; a link that leads nowhere fails
 	$(BIN)/python -m mkdocs build --strict

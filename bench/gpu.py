@@ -17,7 +17,7 @@ from bench.contenders.table import ON_DEVICE
 from bench.harness.contender import NotRunnable
 from bench.harness.models import NoRoom, make_models
 from bench.harness.report import describe_versions, markdown_table
-from bench.harness.results import Line, lines_of
+from bench.harness.results import Entry, entries_of, medians
 from bench.harness.rounds import run_once, run_rounds
 from bench.harness.run_folder import run_folder
 from bench.options import add_model_options, new_parser, write_json
@@ -38,42 +38,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.only.split(",") if options.only else list(ON_DEVICE)
     if unknown := set(names) - set(ON_DEVICE):
         parser.error(f"no contender {', '.join(sorted(unknown))}")
-    lines = lines_of((ON_DEVICE[name] for name in names), ("file",))
+    entries = entries_of((ON_DEVICE[name] for name in names), "gpu")
     try:
         machine = Device(options.device).describe()
         with sigterm_interrupts(), run_folder(options.tmpfs, "longshore-gpu-") as folder, sandbox():
             spec = make_models(folder / "www", options.size).with_options(device=options.device)
             run = functools.partial(run_once, spec=spec)
-            run_rounds(lines, options.rounds, run, tune=None if options.no_tuning else run)
+            run_rounds(entries, options.rounds, run, tune=None if options.no_tuning else run)
     except (NotRunnable, NoRoom, ImportError) as error:
         print(f"bench.gpu: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    print(table(lines))
+    print(table(entries))
     found = {
         "machine": machine,
         "versions": describe_versions(),
         "model_bytes": spec.model_bytes,
-        "lines": [line.as_dict() for line in lines],
+        "entries": [entry.as_dict() for entry in entries],
     }
     write_json(options.out / "gpu.json", found)
-    return 1 if any(line.failure for line in lines) else 0
+    return 1 if any(entry.failure for entry in entries) else 0
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(entries: Sequence[Entry]) -> str:
     """Return the medians in Markdown, each with its ratio to copies of pinned memory."""
-    ceiling = next((line for line in lines if line.contender == "pinned_copy" and line.runs), None)
+    found = {entry.contender.name: medians(entry.runs) for entry in entries if entry.runs}
+    ceiling = found.get("pinned_copy")
     rows = []
-    for line in lines:
-        if not line.runs:
-            rows.append((line.title, "", line.absent or line.failure, "", "", "", ""))
+    for entry in entries:
+        title, one = entry.contender.title, found.get(entry.contender.name)
+        if one is None:
+            rows.append((title, "", entry.absent or entry.failure, "", "", "", ""))
             continue
-        checks = "yes" if line.case.checks else "no"
-        ratio = f"{line.gb_per_s / ceiling.gb_per_s:.2f}" if ceiling else "-"
-        peak = f"{max(run.peak_bytes for run in line.runs) / 1e9:.2f}"
-        speed, cpu = f"{line.gb_per_s:.2f}", f"{line.cpu_s_per_gb:.2f}"
-        rows.append((line.title, checks, speed, ratio, cpu, peak, json.dumps(line.setting)))
+        checks = entry.contender.cases[0].checks or "no"
+        ratio = f"{one['gb_per_s'] / ceiling['gb_per_s']:.2f}" if ceiling else "-"
+        speed, cpu, peak = f"{one['gb_per_s']:.2f}", f"{one['cpu_s_per_gb']:.2f}", f"{one['peak_bytes'] / 1e9:.2f}"
+        rows.append((title, checks, speed, ratio, cpu, peak, json.dumps(entry.setting)))
     return markdown_table(_HEADINGS, rows)
 
 

@@ -11,10 +11,12 @@ import multiprocessing
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.harness.report import markdown_table
 from bench.harness.run_folder import run_folder
 from bench.options import new_parser, size, write_json
 from cluster.command_line.demo import write_llama_checkpoint
@@ -22,7 +24,6 @@ from cluster.units import show_bytes
 
 PRECISIONS = (("auto", ""), ("float16", ""), *(("auto", to) for to in ("fp8", "fp8_tensor", "int8", "nf4", "int4")))
 INT4_PART = 0.45  # of the bfloat16 size: the most that loading int4 may take beside the arena
-ARENA_BYTES = 128 << 20
 _SIZES: dict[str, Any] = {"hidden": 2048, "intermediate": 5632, "heads": 16, "kv_heads": 4, "vocab": 8000}
 _LAYER_BYTES = 2 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 5632 * 2048)
 _SAMPLE_S = 0.002
@@ -41,7 +42,8 @@ def main() -> int:
         for dtype, quantization in PRECISIONS:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 rows.append(pool.submit(measure, folder, dtype, quantization).result())
-            print(_line(rows[-1]), flush=True)
+            print(f"{rows[-1]['precision']}: {rows[-1]['load_s']:.1f} s", flush=True)
+    print(table(rows))
     write_json(args.json, rows)
     return int(rows[-1]["part_of_stored"] >= INT4_PART)
 
@@ -56,7 +58,7 @@ def measure(folder: Path, dtype: str, quantization: str) -> dict[str, Any]:
     from cluster.precision.recipes import Precision
     from storage.host.memory import own_bytes
 
-    config = Config(arena_bytes=ARENA_BYTES)
+    config = Config()
     precision = Precision(dtype, quantization)
     stored_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     over = threading.Event()
@@ -89,12 +91,15 @@ def measure(folder: Path, dtype: str, quantization: str) -> dict[str, Any]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['precision']:<12} held {show_bytes(row['held_bytes']):>9}  peak {show_bytes(row['peak_bytes']):>9} "
-        f"({row['part_of_stored']:.2f} of what is stored)  staged {show_bytes(row['peak_staging_bytes']):>9}  "
-        f"load {row['load_s']:.2f} s, {row['cpu_s']:.2f} CPU s, of it converting {row['convert_s']:.2f} s"
-    )
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the measurements in Markdown."""
+    head = ("precision", "held", "peak", "peak over stored", "staged", "seconds", "CPU s", "of it converting")
+    shown = []
+    for row in rows:
+        sizes = (show_bytes(row["held_bytes"]), show_bytes(row["peak_bytes"]), f"{row['part_of_stored']:.2f}")
+        times = (f"{row[name]:.2f}" for name in ("load_s", "cpu_s", "convert_s"))
+        shown.append((row["precision"], *sizes, show_bytes(row["peak_staging_bytes"]), *times))
+    return markdown_table(head, shown)
 
 
 if __name__ == "__main__":

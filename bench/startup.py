@@ -30,7 +30,6 @@ from cluster.client import release_warm
 from cluster.command_line.demo import write_llama_checkpoint
 from cluster.joining.connection import disconnect
 
-MIB = 1 << 20
 SMALL: Any = dict(hidden=512, layers=2, intermediate=1408, heads=8, kv_heads=2, vocab=4000, shards=3)
 LARGE: Any = dict(hidden=2048, layers=4, intermediate=5632, heads=16, kv_heads=8, vocab=32000, shards=4)
 WARM_S = 600.0
@@ -56,7 +55,7 @@ def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
     options: dict[str, Any] = {"tensor_parallel_size": ranks, "device": "cpu", "progress": False}
     first = stored(folder, SMALL, 0)
     begun_s = time.monotonic()
-    config = cluster.Config.from_env(arena_bytes=1536 * MIB, warm_workers_s=WARM_S)
+    config = cluster.Config(warm_workers_s=WARM_S)
     model = cluster.load(first, address="local", config=config, **options)
     first_s = time.monotonic() - begun_s
     try:

@@ -1,4 +1,4 @@
-"""Memory that contenders fill, and the comparison of every delivered byte with the files, outside the clock."""
+"""Parts of contenders: ranges of files, threads, memory that malloc keeps, and the comparison with the files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.harness.contender import BenchFile, Spec
-from bench.harness.measure import measured
 from storage.checkpoints.safetensors_header import LENGTH_BYTES, HeaderTensor, header_bytes, parse_header
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of malloc.h
@@ -22,8 +20,6 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I64": "int64
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-Buffer = NDArray[np.uint8]
 
 
 class WrongDelivery(Exception):
@@ -65,59 +61,11 @@ def in_threads(count: int, work: Callable[[], None]) -> None:
             running.result()
 
 
-def allocate(spec: Spec, *, touched: bool) -> list[Buffer]:
-    """Return a buffer for each whole file: fresh from the system, or touched."""
-    arrays = [np.empty(file.size_bytes, np.uint8) for file in spec.files]
-    if touched:
-        for array in arrays:
-            array.fill(1)  # not the bytes of the files, or a missing delivery would pass as right
-    return arrays
-
-
-def fill_buffers(spec: Spec, fill: Callable[[list[memoryview]], None]) -> None:
-    """Measure `fill`, which writes all files into a buffer each, and check the tensors in them.
-
-    With the option "touched" the buffers were touched before the clock starts; else they are allocated under it.
-    """
-    import torch  # noqa: F401  # before the clock starts
-
-    touched = bool(spec.options.get("touched"))
-    arrays = allocate(spec, touched=True) if touched else []
-    with measured(spec, touched_before_bytes=spec.model_bytes if touched else 0):
-        arrays = arrays or allocate(spec, touched=False)
-        fill([array.data for array in arrays])
-        tensors = tensors_of(arrays)
-    check_tensors(spec, tensors)
-
-
-def load_tensors(spec: Spec, load: Callable[[], dict[str, Any]]) -> None:
-    """Measure `load`, whose library allocates by itself, and check its tensors.
-
-    With the option "recycled" it is the second load of the process, and malloc gave nothing back after the first.
-    """
-    import torch  # noqa: F401  # before the clock starts
-
-    touched_bytes = 0
-    if spec.options.get("recycled"):
-        keep_freed_memory()
-        touched_bytes = sum(tensor.nbytes for tensor in load().values())
-    with measured(spec, touched_before_bytes=touched_bytes):
-        tensors = load()
-    check_tensors(spec, tensors)
-
-
 def keep_freed_memory() -> None:
     """Tell glibc's malloc to give nothing back: freed memory is handed out again, touched."""
     _libc.mallopt(_M_MMAP_MAX, 0)
     _libc.mallopt(_M_ARENA_MAX, 1)  # memory that one thread freed serves the others
     _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def tensors_of(arrays: list[Buffer]) -> dict[str, Any]:
-    """Return all tensors of whole files, as views by name. Raises InvalidHeader when these are not the files."""
-    import torch
-
-    return dict(tensor for array in arrays for tensor in file_tensors(array.data, torch.from_numpy(array)))
 
 
 def file_tensors(file: memoryview, target: Any) -> Iterator[tuple[str, Any]]:

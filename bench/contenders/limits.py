@@ -1,6 +1,6 @@
-"""The ceiling and the hand-written limits: plain processes and threads that do the same work as a load, and no more.
+"""The hand-written limits: plain processes and threads that do the same work as a load, and no more.
 
-    parent --fork--> processes: memory mapped (and touched for the recycled modes), then they wait
+    parent --fork--> processes: memory mapped and touched, then they wait
     measured:        go --> threads: next chunk: range GET --> memory, hashed while a piece is warm, compared [, copied]
                      <-- done
 
@@ -23,48 +23,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import blake3
 import numpy as np
-import xxhash
 
-from bench.contenders.buffers import file_ranges, fill_buffers, in_threads, read_exactly
+from bench.contenders.buffers import in_threads, read_exactly
 from bench.harness.contender import BenchFile, Spec
 from bench.harness.measure import measured
-from bench.harness.models import MODEL
 from storage.stores.s3.wire import usable_receive_buffer_bytes
 
-ARENA_BYTES = 256 << 20  # of all processes together, as in our own contenders
+ARENA_BYTES = 256 << 20  # of all processes together
 SLOT_BYTES = 8 << 20
 _HEAD_BYTES = 512  # of the first receive: the head of nginx's answer, and little of the body, which is copied
 _MAX_HEAD_BYTES = 8192
 
 Sink = Callable[[memoryview], object]  # gets each piece as soon as it has arrived
-
-
-def load_ceiling(spec: Spec) -> None:
-    """Receive ranges straight into a little memory that stays warm. Nothing is hashed, nothing kept."""
-    slots = int(spec.options["processes"]) * int(spec.options["connections"])
-    load_limit(spec.with_options(arena=True, memory="arena", verify=False, arena_bytes=slots * SLOT_BYTES))
-
-
-def load_positioned_reads(spec: Spec) -> None:
-    """Read local files by positioned reads of plain threads, straight into memory."""
-    files = [os.open(file.path, os.O_RDONLY) for file in spec.files]
-    ranges = file_ranges(spec, spec.options["range_kib"] << 10)
-
-    def fill(views: list[memoryview]) -> None:
-        todo = iter(ranges)
-
-        def work() -> None:
-            for one in todo:
-                read_exactly(files[one.file], views[one.file][one.start : one.end], one.start)
-
-        in_threads(spec.options["threads"], work)
-
-    fill_buffers(spec, fill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +52,31 @@ class Piece:
     at: int
 
 
-def load_limit(spec: Spec) -> None:
-    """Do a load's work, or a part of it. Options, beside processes, connections (of each), piece_bytes and model:
+def load_limits(spec: Spec) -> None:
+    """Do a load's work, verified and not verified, into memory that was touched before.
 
-    arena: receive in slots of shared memory, touched before. memory: "arena", or the private memory at the end.
-    verify: compute the digests of all chunks and compare them.
+    Options: "ranks" processes, "connections" of each, "piece_bytes". With "arena", chunks are received in slots of
+    shared memory and copied out; else straight into the private memory of each process.
     """
-    options = spec.options
-    count = int(options.get("processes", 2))
-    hash_name, parts = read_pieces(spec, count)
-    new_hash = {"blake3": blake3.blake3, "xxh3_128": xxhash.xxh3_128}[hash_name] if options["verify"] else None
-    arena_bytes = int(options.get("arena_bytes", ARENA_BYTES))
+    _load(spec, "warm", verify=True)
+    _load(spec, "warm_unverified", verify=False)
+
+
+def _load(spec: Spec, case: str, *, verify: bool) -> None:
+    count = int(spec.options["ranks"])
+    parts = read_pieces(spec, count)
     # Forked while this process has one thread; nothing is left to import.
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(count + 1)
-    workers = [
-        context.Process(target=_worker, args=(spec, pieces, new_hash, arena_bytes // count, barrier), daemon=True)
-        for pieces in parts
-    ]
+    workers = [context.Process(target=_worker, args=(spec, pieces, verify, barrier), daemon=True) for pieces in parts]
     for worker in workers:
         worker.start()
-    touched = sum(piece.size_bytes for pieces in parts for piece in pieces) if options["memory"] == "recycled" else 0
     try:
         barrier.wait()  # their memory is mapped
-        with measured(spec, touched_before_bytes=touched):
+        with measured(spec, case, fresh=False, watch_memory=False):
             barrier.wait()  # go
             barrier.wait()  # done
-        barrier.wait()  # their memory was sampled
+        barrier.wait()  # they were measured
     except threading.BrokenBarrierError:  # a worker prints why
         raise SystemExit(1) from None
     except BaseException:
@@ -115,10 +87,9 @@ def load_limit(spec: Spec) -> None:
             worker.join()
 
 
-def read_pieces(spec: Spec, processes: int) -> tuple[str, list[list[Piece]]]:
-    """Return the name of the hash and each process's chunks, by the manifest in the model's folder."""
-    published = Path(spec.folder).parent / spec.options.get("model", MODEL)
-    manifest = json.loads((published / "longshore.manifest.json").read_text())
+def read_pieces(spec: Spec, processes: int) -> list[list[Piece]]:
+    """Return each process's chunks, by the manifest in the model's folder."""
+    manifest = json.loads((Path(spec.folder) / "longshore.manifest.json").read_text())
     files = {Path(file.path).name: file for file in spec.files}
     parts: list[list[Piece]] = [[] for _ in range(processes)]
     ends, turns = [0] * processes, itertools.cycle(range(processes))
@@ -128,20 +99,16 @@ def read_pieces(spec: Spec, processes: int) -> tuple[str, list[list[Piece]]]:
             part = next(turns)
             parts[part].append(Piece(files[shard["path"]], start, end - start, bytes.fromhex(digest), ends[part]))
             ends[part] += end - start
-    return manifest["hash"], parts
+    return parts
 
 
-def _worker(
-    spec: Spec, pieces: list[Piece], new_hash: Callable[[], Any] | None, arena_bytes: int, barrier: Barrier
-) -> None:
+def _worker(spec: Spec, pieces: list[Piece], verify: bool, barrier: Barrier) -> None:
     """Run one process: threads with a connection each, which take chunks until there are none."""
-    threads, memory = int(spec.options.get("connections", 4)), spec.options["memory"]
-    arena = private = None
+    threads, piece_bytes = int(spec.options["connections"]), int(spec.options["piece_bytes"])
+    arena = None
     if spec.options["arena"]:
-        arena = _memory(max(arena_bytes, threads * SLOT_BYTES), shared=True, touched=True)
-    if memory != "arena":
-        private = _memory(sum(piece.size_bytes for piece in pieces), shared=False, touched=memory == "recycled")
-    piece_bytes = int(spec.options.get("piece_bytes", 1 << 20))
+        arena = _memory(max(ARENA_BYTES // int(spec.options["ranks"]), threads * SLOT_BYTES), shared=True)
+    private = _memory(sum(piece.size_bytes for piece in pieces), shared=False)
     todo = iter(pieces)
     numbers = itertools.count()
 
@@ -152,7 +119,7 @@ def _worker(
         with contextlib.closing((_FileReader if spec.source == "file" else _HttpReader)(spec)) as reader:
             for piece in todo:  # next() of a list's iterator is atomic under the GIL
                 slot = arena[(at := next(slots) * SLOT_BYTES) : at + SLOT_BYTES] if arena is not None else None
-                _read_piece(reader, piece, slot, private, new_hash, piece_bytes)
+                _read_piece(reader, piece, slot, private, verify, piece_bytes)
 
     try:
         barrier.wait()
@@ -169,34 +136,31 @@ def _read_piece(
     reader: _HttpReader | _FileReader,
     piece: Piece,
     slot: memoryview | None,
-    private: memoryview | None,
-    new_hash: Callable[[], Any] | None,
+    private: memoryview,
+    verify: bool,
     piece_bytes: int,
 ) -> None:
     """Read one chunk, into the slot when there is one."""
-    own = None if private is None else private[piece.at : piece.at + piece.size_bytes]
+    own = private[piece.at : piece.at + piece.size_bytes]
     target = own if slot is None else slot[: piece.size_bytes]
-    if target is None:
-        raise ValueError("neither arena nor private memory")
-    hasher = new_hash() if new_hash is not None else None
-    sink: Sink | None = hasher.update if hasher is not None else None
-    reader.read(piece.file, piece.start, target, piece_bytes, sink)
+    hasher = blake3.blake3() if verify else None
+    reader.read(piece.file, piece.start, target, piece_bytes, hasher.update if hasher is not None else None)
     if hasher is not None and hasher.digest() != piece.digest:
         raise ValueError(f"wrong digest of {piece.file.key} at {piece.start}")
-    if own is not None and target is not own:
+    if target is not own:
         np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(target, np.uint8))  # releases the GIL
 
 
-def _memory(size_bytes: int, *, shared: bool, touched: bool) -> memoryview:
+def _memory(size_bytes: int, *, shared: bool) -> memoryview:
+    """Return memory that was touched."""
     flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, max(1, size_bytes), flags=flags)
     if not shared:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
-    if touched:
-        for at in range(0, size_bytes, mmap.PAGESIZE):
-            view[at] = 1
+    for at in range(0, size_bytes, mmap.PAGESIZE):
+        view[at] = 1
     return view
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from bench.contenders.buffers import check_tensors, file_ranges, file_tensors, in_threads, map_file, read_exactly
 from bench.contenders.model_loaders import fastsafetensors_tensors, runai_tensors, set_runai_variables
-from bench.contenders.ours import load_rank, main_model, node_agent, our_config, settle
+from bench.contenders.ours import load_rank, model_uri, node_agent
 from bench.harness.contender import NotRunnable, Spec
-from bench.harness.measure import Measured, measured
+from bench.harness.measure import Measured, measured, settle
+from bench.harness.models import MODEL, PLAIN
+from cluster.config import Config
 
-ARENA_BYTES = 1 << 30
 _PINNED_BYTES = 1 << 30  # that the ceiling copies from, again and again
 _PIECE_BYTES = 64 << 20
 
@@ -154,13 +155,13 @@ def read_and_copy(spec: Spec) -> None:
 def load_longshore(spec: Spec) -> None:
     """Load with one rank of Longshore, verified or not, without Ray."""
     device, options = _open(spec), spec.options
-    config = our_config(spec, arena_bytes=options.get("arena_bytes", ARENA_BYTES))
+    config = Config(**{name: options[name] for name in ("fetch_threads",) if name in options})
+    uri = model_uri(spec, MODEL if options["verify"] else PLAIN)
     with node_agent(config) as agent:
         settle()  # the agent touches the arena
 
         def load(m: Measured) -> Tensors:
-            kind, placement = options["device"], options.get("placement", "auto")
-            tensors, report = load_rank(agent, config, main_model(spec), kind, placement)
+            tensors, report = load_rank(agent, config, uri, options["device"], "auto")
             m.extra["stages"] = asdict(report.stages)
             return tensors
 

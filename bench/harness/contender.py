@@ -1,4 +1,4 @@
-"""A contender: a program that loads a model, its modes, and what its process is given.
+"""A contender: a program that loads a model, its cases, and what its process is given.
 
 The driver never calls a contender's function. It starts `python -m bench.contenders NAME SPEC` for each load.
 """
@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 EXIT_NOT_RUNNABLE = 3
 Source = Literal["http", "https", "file"]
-# Where the bytes are at the end. "recycled" memory was touched before the clock started.
-Memory = Literal["arena", "fresh", "recycled", "none"]
 
 
 class NotRunnable(Exception):
@@ -43,7 +41,7 @@ class Spec:
     files: tuple[BenchFile, ...]  # the safetensors files only, in order
     model_bytes: int  # sum of their sizes
     ca_bundle: str = ""  # PEM file to trust when the source is "https"
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the case and of the setting, together
+    options: Mapping[str, Any] = field(default_factory=dict)  # of scene, contender and setting, together
 
     def with_options(self, **options: Any) -> Spec:
         """Return a copy with these options over those it has."""
@@ -61,28 +59,24 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One mode of a contender: a line of the table for each source."""
+    """One kind of load that a contender measures: a row of the tables."""
 
-    name: str  # "" for the only one, else short and like an identifier: "direct_fresh"
-    title: str  # for the table: "straight into fresh memory"
-    memory: Memory = "fresh"
-    sources: tuple[Source, ...] = ("http",)
-    checks: bool = False  # compares every byte with a digest
-    keeps: bool = True  # leaves the tensors in memory of the program's own
-    options: Mapping[str, Any] = field(default_factory=dict)  # in `Spec.options`, beside those of the setting
-    limit: str = ""  # "contender:case" of the hand-written limit that does the same work
+    name: str  # "warm", "cold_unverified"; "" for the only one
+    title: str = ""  # "not verified"
+    checks: str = ""  # the hash by which every byte is compared; "": nothing is
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row of the table of contenders."""
+    """A program that loads the model. One process of it measures all its cases, one after the other."""
 
     name: str
-    title: str  # what it measures
-    load: Callable[[Spec], None]  # does one load, with the timed part in `bench.harness.measure.measured`
+    title: str
+    load: Callable[[Spec], None]  # each timed part in `bench.harness.measure.measured`
     cases: tuple[Case, ...]
     settings: tuple[Mapping[str, Any], ...] = ({},)  # tried before the rounds; the first is taken when none is tried
     needs: tuple[str, ...] = ()  # modules that have to be installed
+    options: Mapping[str, Any] = field(default_factory=dict)  # in `Spec.options`, beside those of the setting
 
 
 def run_contender(contender: Contender, spec: str) -> int:

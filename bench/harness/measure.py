@@ -1,12 +1,12 @@
-"""Measures one load: seconds, CPU seconds and memory of a process and all its descendants.
+"""Measures one load: seconds, CPU seconds, bytes out of the store, and memory of a process and all its descendants.
 
-    with measured(spec) as m:      # imports are done, nothing was read yet
+    with measured(spec, "warm") as m:  # imports are done, nothing was read yet
         tensors = load_everything()
-        m.stop()                   # optional: the rest of the block is not timed
-        m.extra["requests"] = 250  # anything worth a place in the line of JSON that is printed
+        m.stop()                       # optional: the rest of the block is not timed
+        m.extra["requests"] = 250      # anything worth a place in the line of JSON that is printed
 
-Tensors stay alive inside the block: memory is sampled a last time when the block ends, after the clock has stopped. The
-CPU seconds of the sampling itself are subtracted.
+Processor seconds are counted until the processes are idle, so that no work is left out because it is done later. The
+CPU seconds of the sampling of memory are subtracted. The bytes are those that the server's log has.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _INTERVAL_S = 0.05
 _MAX_DUTY = 0.04  # of one core: sampling large memory is slow, so it happens less often then
 _TREE_INTERVAL_S = 0.5
 _SPARE_BYTES = 1 << 30  # that `_fetch_host_pages` leaves for other programs
-# Ray's own processes, apart from the workers that it starts for us
-_RAY_DAEMONS = ("raylet", "gcs_server", "dashboard", "monitor.py", "log_monitor.py", "agent.py", "runtime_env")
+_IDLE_CPU = 0.1  # of one core: processes that use less have nothing to do
+_IDLE_INTERVAL_S = 0.4
+_PATIENCE_S = 15.0
 
 
 @dataclass
@@ -47,9 +48,8 @@ class Measured(Run):
 class _MemoryWatch(threading.Thread):
     """A thread that samples the PSS of the process tree."""
 
-    def __init__(self, apart: Callable[[int], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__(name="memory-watch", daemon=True)
-        self._apart = apart
         self.highest_bytes = 0
         self.cpu_s = 0.0  # used by this thread
         self._ended = threading.Event()
@@ -59,7 +59,7 @@ class _MemoryWatch(threading.Thread):
         self.join()
 
     def tree(self) -> list[int]:
-        return [os.getpid(), *(child.pid for child in _descendants() if not self._apart(child.pid))]
+        return [os.getpid(), *(child.pid for child in _descendants())]
 
     def sample(self, pids: Iterable[int] | None = None) -> None:
         self.highest_bytes = max(self.highest_bytes, _pss_bytes(self.tree() if pids is None else pids))
@@ -78,39 +78,57 @@ class _MemoryWatch(threading.Thread):
 
 
 @contextlib.contextmanager
-def measured(
-    spec: Spec, *, touched_before_bytes: int = 0, memory_apart: Callable[[int], bool] = lambda _: False
-) -> Iterator[Measured]:
+def measured(spec: Spec, case: str = "", *, fresh: bool = True, watch_memory: bool = True) -> Iterator[Measured]:
     """Measure the block and print one line of JSON. Prints nothing when the block raises.
 
-    `touched_before_bytes`: destination memory that was touched before the block (recycled).
-    `memory_apart(pid)`: excludes a process from the memory. Its CPU always counts.
+    `fresh`: the block uses memory for the first time, so the host's free pages are fetched before the clock starts.
     """
-    result = Measured(spec.model_bytes, touched_before_bytes=touched_before_bytes)
-    if not touched_before_bytes:
+    result = Measured(spec.model_bytes, case)
+    if fresh:
         _fetch_host_pages(5 * spec.model_bytes // 2)
-    watch = _MemoryWatch(memory_apart)
-    watch.sample()
-    result.baseline_bytes = watch.highest_bytes
-    watch.start()
+    watch = _MemoryWatch()
+    if watch_memory:
+        watch.sample()
+        result.baseline_bytes = watch.highest_bytes
+        watch.start()
+    log, idle = str(spec.options.get("access_log", "")), bool(spec.options.get("until_idle"))
+    log_from = os.path.getsize(log) if log else 0
     watch_cpu_s, cpu_s, start_s = watch.cpu_s, tree_cpu_s(), time.perf_counter()
 
     def stop() -> None:
         if not result.wall_s:
             result.wall_s = time.perf_counter() - start_s
+            if idle:
+                settle()
             result.cpu_s = max(0.0, tree_cpu_s() - cpu_s - (watch.cpu_s - watch_cpu_s))
+            if log:
+                with open(log) as lines:
+                    lines.seek(log_from)
+                    result.store_bytes = sum(int(line) for line in lines)
 
     result.stop = stop
     try:
         yield result
         result.stop()
     finally:
-        watch.end()
-    watch.sample()
-    result.peak_bytes = watch.highest_bytes - result.baseline_bytes
+        if watch_memory:
+            watch.end()
+    if watch_memory:
+        watch.sample()
+        result.peak_bytes = watch.highest_bytes - result.baseline_bytes
     sys.stdout.flush()
     found = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "stop"}
     os.write(1, f"{json.dumps(found)}\n".encode())
+
+
+def settle() -> None:
+    """Wait until the process tree has nothing to do."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline_s:
+        before_s, since_s = tree_cpu_s(), time.monotonic()
+        time.sleep(_IDLE_INTERVAL_S)
+        if (tree_cpu_s() - before_s) / (time.monotonic() - since_s) < _IDLE_CPU:
+            return
 
 
 def tree_cpu_s() -> float:
@@ -123,15 +141,6 @@ def tree_cpu_s() -> float:
         with contextlib.suppress(psutil.Error):
             total += sum(child.cpu_times()[:4])
     return total
-
-
-def is_ray_daemon(pid: int) -> bool:
-    """Tell the processes that Ray runs for itself from its workers."""
-    try:
-        words = psutil.Process(pid).cmdline()[:4]
-    except psutil.Error:
-        return False
-    return any(os.path.basename(word).startswith(_RAY_DAEMONS) for word in words if word)
 
 
 def _descendants() -> list[Any]:

@@ -3,9 +3,10 @@
 ROOT/bench/model/      the model and its manifest
 ROOT/bench/plain/      hard links to the same shards, without a manifest, so not verified
 ROOT/bench/xxh3/       hard links to the same shards, published with XXH3-128
-ROOT/bench/twin/       same shapes, other bytes: loaded before the clock starts, so that memory is recycled and
-                       no cache of ours has anything of the model
-ROOT/bench/small/      a few megabytes: loaded before the clock starts, so that workers are warm and memory is not
+ROOT/bench/twin/       same shapes, other bytes; and twin-plain/, twin-xxh3/. No chunk of one has a key that a chunk of
+                       another has, so that each is loaded from the store though the one before is in the cache
+ROOT/bench/small/      a few megabytes: loaded before the clock starts
+ROOT/part/...          the same, a quarter of the size
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from cluster.client import publish
 from cluster.command_line.demo import llama_tensors, write_llama_checkpoint
 from storage.checkpoints.safetensors_header import tensor_bytes
 
-BUCKET, TUNING_BUCKET = "bench", "tuning"
-MODEL, PLAIN, XXH3, TWIN, SMALL = "model", "plain", "xxh3", "twin", "small"
+BUCKET, PART_BUCKET = "bench", "part"
+PART = 4  # models of PART_BUCKET have that part of the size
+MODEL, PLAIN, XXH3, SMALL = "model", "plain", "xxh3", "small"
+TWIN, TWIN_PLAIN, TWIN_XXH3 = "twin", "twin-plain", "twin-xxh3"
+_LINKED = {MODEL: (PLAIN, XXH3), TWIN: (TWIN_PLAIN, TWIN_XXH3)}
 _SMALL_BYTES = 8 << 20
 _SHARD_BYTES = 512 << 20  # about; the shards of real checkpoints have 1 to 5 GB
 _SPARE_BYTES = 2 << 30  # for arenas and the contenders' own shared memory
@@ -41,11 +45,11 @@ def make_models(root: Path, size_bytes: int, bucket_name: str = BUCKET) -> Spec:
     bucket = root / bucket_name
     for name, size, seed in ((MODEL, size_bytes, 1), (TWIN, size_bytes, 2), (SMALL, _SMALL_BYTES, 3)):
         _write(bucket / name, size, seed)
-        if name == MODEL:
-            for linked in (PLAIN, XXH3):
-                shutil.copytree(bucket / name, bucket / linked, copy_function=os.link)
+        for linked in _LINKED.get(name, ()):
+            shutil.copytree(bucket / name, bucket / linked, copy_function=os.link)
+            if linked in (XXH3, TWIN_XXH3):
+                publish(bucket / linked, hash_name="xxh3_128")
         publish(bucket / name)
-    publish(bucket / XXH3, hash_name="xxh3_128")
     shards = sorted((bucket / MODEL).glob("*.safetensors"))
     files = tuple(BenchFile(f"{MODEL}/{path.name}", str(path), path.stat().st_size) for path in shards)
     return Spec("file", "", bucket_name, str(bucket / MODEL), files, sum(file.size_bytes for file in files))
@@ -54,10 +58,11 @@ def make_models(root: Path, size_bytes: int, bucket_name: str = BUCKET) -> Spec:
 def _write(folder: Path, size_bytes: int, seed: int) -> None:
     """Write a Llama of about that size.
 
-    It is as wide as an 8B model where three layers of that fit, so that tensors have the size of real ones.
+    It is as wide as an 8B model where two layers of that fit, so that tensors have the size of real ones: of each, a
+    rank of eight wants whole chunks.
     """
     hidden = 256
-    while hidden < 4096 and _llama_bytes(2 * hidden, 3) <= size_bytes:
+    while hidden < 4096 and _llama_bytes(2 * hidden, 2) <= size_bytes * 1.05:
         hidden *= 2
     one, two = _llama_bytes(hidden, 1), _llama_bytes(hidden, 2)
     layers = max(1, round((size_bytes - one) / (two - one)) + 1)
@@ -66,9 +71,9 @@ def _write(folder: Path, size_bytes: int, seed: int) -> None:
 
 
 def _shape(hidden: int, layers: int) -> dict[str, Any]:
-    """Return the proportions of a Llama 3, those of the vocabulary included."""
-    heads = max(4, hidden // 128)
-    sizes = {"heads": heads, "kv_heads": max(1, heads // 4), "intermediate": hidden * 7 // 2, "vocab": hidden * 8}
+    """Return the proportions of a Llama 3, but for a smaller vocabulary."""
+    heads = max(8, hidden // 128)  # so that 8 ranks can share them
+    sizes = {"heads": heads, "kv_heads": max(1, heads // 4), "intermediate": hidden * 7 // 2, "vocab": hidden * 2}
     return {"hidden": hidden, "layers": layers, **sizes}
 
 

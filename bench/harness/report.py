@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from bench.harness.contender import Source
-from bench.harness.results import Line, Results
-
-SOURCE_TITLES: dict[Source, str] = {
-    "http": "From the HTTP store",
-    "https": "From the HTTP store, over TLS",
-    "file": "From local files",
-}
-MEMORY_TITLES = {
-    "none": "nothing kept",
-    "arena": "into the arena",
-    "fresh": "kept in fresh memory",
-    "recycled": "kept in memory touched before",
-}
-HEADINGS = ("", "checks", "keeps", "GB/s (min-max)", "of ceiling", "CPU s/GB", "x ceiling", "memory", "of its limit")
+HEADINGS = ("", "checks", "seconds (min-max)", "of it until ready", "over ours", "CPU s/GB", "store bytes / model")
 PACKAGES = (
-    *("longshore", "ray", "torch", "numpy", "blake3", "xxhash", "boto3", "safetensors"),
-    *("runai-model-streamer", "runai-model-streamer-s3", "obstore", "awscrt", "s3torchconnector", "fastsafetensors"),
+    *("longshore", "ray", "torch", "numpy", "blake3", "xxhash", "safetensors"),
+    *("runai-model-streamer", "runai-model-streamer-s3", "obstore", "awscrt", "fastsafetensors"),
 )
+GROUPS = {"warm": "warm: processes run, memory was used before", "cold": "cold: processes started by the load"}
 
 
 def describe_machine() -> dict[str, str]:
@@ -59,73 +46,55 @@ def describe_versions() -> dict[str, str]:
     return found
 
 
-def ordered(lines: Iterable[Line]) -> list[Line]:
-    """Sort by source and by where the bytes end, the fastest first and lines without runs last."""
-    places = {name: place for place, name in enumerate((*SOURCE_TITLES, *MEMORY_TITLES))}
+def load_tables(results: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return (title, table in Markdown) of each scene by name. `results`: as results.json has them."""
+    found = {}
+    for name, scene in results["scenes"].items():
+        entries = [entry for entry in results["entries"] if entry["scene"] == name]
+        found[name] = (scene["title"], markdown_table(HEADINGS, _scene_rows(entries)))
+    return found
 
-    def place(line: Line) -> tuple[int, int, float]:
-        return places[line.source], places[line.case.memory], -line.gb_per_s if line.runs else 0.0
 
-    return sorted(lines, key=place)
+def ours(results: Mapping[str, Any], scene: str, case: str) -> Mapping[str, Any] | None:
+    """Return the medians of that case by the faster of our placements, where there are any."""
+    return _fastest([entry for entry in results["entries"] if entry["scene"] == scene], case)
 
 
-def rows_of(results: Results, source: Source) -> list[tuple[str, ...]]:
-    """Return one row per line of that source, as texts."""
-    ceiling = results.ceiling(source)
+def _fastest(entries: Iterable[Mapping[str, Any]], case: str) -> Mapping[str, Any] | None:
+    found = [one["cases"][case] for one in entries if one["contender"].startswith("longshore") and case in one["cases"]]
+    return min(found, key=lambda one: float(one["wall_s"]), default=None)
+
+
+def _scene_rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    memory = ""
-    for line in ordered(line for line in results.lines if line.source == source):
-        if line.case.memory != memory:
-            memory = line.case.memory
-            rows.append((f"**{MEMORY_TITLES[memory]}**", *[""] * (len(HEADINGS) - 1)))
-        rows.append(_row(line, ceiling, results.limit_of(line)))
+    for group, words in GROUPS.items():
+        base = _fastest(entries, group)
+        found = [
+            (one["wall_s"], entry["title"], one)
+            for entry in entries
+            for case, one in entry["cases"].items()
+            if case.startswith(group)
+        ]
+        if found:
+            rows.append((f"**{words}**", *[""] * (len(HEADINGS) - 1)))
+            rows += [_row(title, one, base) for _, title, one in sorted(found, key=lambda each: each[:2])]
+    for entry in entries:
+        if reason := entry["failure"] or entry["absent"]:
+            why = f"{'failed' if entry['failure'] else 'not run'}: {reason}".replace("|", "/")
+            rows.append((entry["title"], "", why, *[""] * (len(HEADINGS) - 3)))
     return rows
 
 
-def _row(line: Line, ceiling: Line | None, limit: Line | None) -> tuple[str, ...]:
-    what = (line.title, *("yes" if value else "no" for value in (line.case.checks, line.case.keeps)))
-    if not line.runs:
-        why = f"failed: {line.failure}" if line.failure else f"not run: {line.absent}"
-        return (*what, why.replace("|", "/"), *[""] * 5)
-    low, high = line.gb_per_s_range
-    streaming = f"; streaming {line.stream_gb_per_s:.2f}" if line.stream_gb_per_s is not None else ""
+def _row(title: str, one: Mapping[str, Any], base: Mapping[str, Any] | None) -> tuple[str, ...]:
     return (
-        *what,
-        f"{line.gb_per_s:.2f} ({low:.2f}-{high:.2f}){streaming}",
-        f"{line.gb_per_s / ceiling.gb_per_s:.2f}" if ceiling else "-",
-        f"{line.cpu_s_per_gb:.2f}",
-        f"{line.cpu_s_per_gb / ceiling.cpu_s_per_gb:.1f}" if ceiling and ceiling.cpu_s_per_gb else "-",
-        f"{line.memory_over_bytes:.2f}",
-        f"{line.gb_per_s / limit.gb_per_s:.2f}" if limit else "",
+        f"{title}, {one['title']}" if one["title"] else title,
+        one["checks"] or "no",
+        f"{one['wall_s']:.2f} ({one['least_s']:.2f}-{one['most_s']:.2f})",
+        f"{one['ready_s']:.2f}" if "ready_s" in one else "",
+        f"{one['wall_s'] / base['wall_s']:.2f}" if base else "-",
+        f"{one['cpu_s_per_gb']:.2f}",
+        f"{one['store_bytes'] / one['bytes']:.2f}" if one["store_bytes"] else "-",
     )
-
-
-def tables(results: Results) -> str:
-    """Return one table for each source, in Markdown."""
-    found = ((title, rows_of(results, source)) for source, title in SOURCE_TITLES.items())
-    return "\n\n".join(f"### {title}\n\n{markdown_table(HEADINGS, rows)}" for title, rows in found if rows)
-
-
-def markdown(results: Results, command: str) -> str:
-    """Return the text that docs/benchmarks.md shows of a run."""
-    model = results.model
-    parts = [
-        f"{_pairs(results.machine)}. Model of {model['bytes'] / 1e9:.2f} GB in {model['files']} shards, "
-        f"BLAKE3 where no other hash is named; {results.rounds} rounds, interleaved; medians, with the lowest and the "
-        f"highest. `{command}`.",
-        f"Versions: {_pairs(results.versions)}.",
-        "GB/s is the model's size over the time from the call to the last tensor in place, imports and starts of "
-        "processes not counted; *streaming*: from the first chunk to the last byte placed. CPU is that of all "
-        "processes of a contender, those of the store not. Memory is the peak of all its processes over what they had "
-        "before, recycled memory included, over the model's size.",
-        tables(results),
-    ]
-    settings = [(f"`{line.id}`", f"`{json.dumps(dict(line.setting))}`") for line in ordered(results.lines) if line.runs]
-    how = "Found by trying those" if results.tuned else "Not tuned: the first of those"
-    when = ", before the rounds." if results.tuned else "; none was tried."
-    parts.append(f"### Settings\n\n{how} that `bench/contenders/table.py` lists{when}")
-    parts.append(markdown_table(("line", "best setting" if results.tuned else "setting"), settings))
-    return "\n\n".join(parts)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -133,5 +102,6 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
-def _pairs(values: Mapping[str, str]) -> str:
+def pairs(values: Mapping[str, str]) -> str:
+    """Return names and values in one line."""
     return ", ".join(f"{name} {value}" for name, value in values.items())

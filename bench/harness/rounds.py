@@ -1,4 +1,4 @@
-"""Loads in turn: one load of a line in a process of its own, the search for its best setting, and the rounds."""
+"""Loads in turn: a contender in a process of its own, the search for its best setting, and the rounds."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from typing import Any
 import psutil
 
 from bench.harness.contender import EXIT_NOT_RUNNABLE, NotRunnable, Spec
-from bench.harness.results import Line, Run
+from bench.harness.results import Entry, Run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300.0  # of one load
+TIMEOUT_S = 600.0  # of one process
 FINALISTS, FINAL_TRIES = 2, 2
 # Proxies (the store is here), settings and accounts of the user would change how a contender works.
 _NOT_PASSED_ON = re.compile(r"(.*_proxy|LONGSHORE_.*|AWS_.*|RUNAI_.*|RAY_.*)", re.IGNORECASE)
 _GRACE_S = 15.0  # to end in order when it took too long
 
 Setting = Mapping[str, Any]
-RunLine = Callable[[Line, Setting], Run]  # raises NotRunnable, RunFailed
+RunEntry = Callable[[Entry, Setting], list[Run]]  # raises NotRunnable, RunFailed
 
 
 class RunFailed(Exception):
     """The contender ended with an error, without measurements or not in time."""
 
 
-def run_once(line: Line, setting: Setting, spec: Spec, timeout_s: float = TIMEOUT_S) -> Run:
-    """Do one load with that setting. Raises NotRunnable, RunFailed."""
-    given = spec.with_options(**{**line.case.options, **setting}).to_json()
+def run_once(entry: Entry, setting: Setting, spec: Spec, timeout_s: float = TIMEOUT_S) -> list[Run]:
+    """Let a process do the loads of a contender, with that setting. Raises NotRunnable, RunFailed."""
+    given = spec.with_options(**{**entry.contender.options, **setting}).to_json()
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.contenders", line.contender, given],
+        [sys.executable, "-m", "bench.contenders", entry.contender.name, given],
         cwd=REPOSITORY,
         env={name: value for name, value in os.environ.items() if not _NOT_PASSED_ON.fullmatch(name)},
         stdin=subprocess.DEVNULL,
@@ -57,28 +57,35 @@ def run_once(line: Line, setting: Setting, spec: Spec, timeout_s: float = TIMEOU
         raise NotRunnable(reason)
     if process.returncode:
         raise RunFailed(f"exit code {process.returncode}: {reason}")
-    for text in reversed(stdout.splitlines()):
+    runs = []
+    for text in stdout.splitlines():
         if text.startswith("{"):
             with contextlib.suppress(ValueError, TypeError):
-                return Run(**json.loads(text))
-    raise RunFailed("it printed no measurements")
+                runs.append(Run(**json.loads(text)))
+    if not runs:
+        raise RunFailed("it printed no measurements")
+    return runs
 
 
-def run_rounds(lines: Sequence[Line], rounds: int, run: RunLine, *, tune: RunLine | None = None) -> None:
-    """Run each line once a round, the next round starting elsewhere. Prints each run as it ends.
+def run_rounds(entries: Sequence[Entry], rounds: int, run: RunEntry, *, tune: RunEntry | None = None) -> None:
+    """Run each entry once a round, the next round starting elsewhere. Prints each run as it ends.
 
-    `tune`: finds each line's setting before the rounds, by loads that do not count.
+    `tune`: finds the setting of each contender before the rounds, in the first scene that it is in.
     """
+    found: dict[str, Setting] = {}
     if tune is not None:
-        for line in lines:
-            _find_setting(line, tune)
+        for entry in entries:
+            if entry.contender.name not in found:
+                found[entry.contender.name] = _find_setting(entry, tune)
+            entry.setting = found[entry.contender.name]
     for number in range(rounds):
-        first = number * len(lines) // rounds
-        for line in [*lines[first:], *lines[:first]]:
-            if (found := _attempt(line, line.setting, run)) is not None:
-                line.runs.append(found)
-                stats = f"{found.gb_per_s:6.2f} GB/s  {found.cpu_s_per_gb:5.2f} CPU s/GB"
-                print(f"{number + 1}  {line.id:48}  {stats}  {found.memory_over_bytes:5.2f} x memory", flush=True)
+        first = number * len(entries) // rounds
+        for entry in [*entries[first:], *entries[:first]]:
+            for one in _attempt(entry, entry.setting, run) or ():
+                entry.runs.append(one)
+                stats = f"{one.wall_s:7.2f} s  {one.gb_per_s:6.2f} GB/s  {one.cpu_s_per_gb:5.2f} CPU s/GB"
+                store = f"  {one.store_bytes / one.bytes:5.2f} x out of the store" if one.store_bytes else ""
+                print(f"{number + 1}  {entry.id:36} {one.case:16}  {stats}{store}", flush=True)
 
 
 def find_best(settings: Sequence[Setting], gb_per_s: Callable[[Setting], float]) -> Setting:
@@ -96,31 +103,33 @@ def find_best(settings: Sequence[Setting], gb_per_s: Callable[[Setting], float])
 
 
 class _Ended(Exception):
-    """A line that runs no more: it cannot run here, or failed."""
+    """An entry that runs no more: it cannot run here, or failed."""
 
 
-def _find_setting(line: Line, run: RunLine) -> None:
+def _find_setting(entry: Entry, run: RunEntry) -> Setting:
     def gb_per_s(setting: Setting) -> float:
-        if (found := _attempt(line, setting, run)) is None:
+        if (found := _attempt(entry, setting, run)) is None:
             raise _Ended
-        return found.gb_per_s
+        return found[-1].gb_per_s  # the last case is the warm one
 
+    best = entry.setting
     with contextlib.suppress(_Ended):
-        line.setting = find_best(line.settings, gb_per_s)
-        print(f"{line.id}: best of {len(line.settings)} settings: {json.dumps(dict(line.setting))}", flush=True)
+        best = find_best(entry.contender.settings, gb_per_s)
+        print(f"{entry.id}: best of {len(entry.contender.settings)} settings: {json.dumps(dict(best))}", flush=True)
+    return best
 
 
-def _attempt(line: Line, setting: Setting, run: RunLine) -> Run | None:
-    """Return one run; None, and no more of that line, when it cannot run here or failed."""
-    if line.absent or line.failure:
+def _attempt(entry: Entry, setting: Setting, run: RunEntry) -> list[Run] | None:
+    """Return runs; None, and no more of that entry, when it cannot run here or failed."""
+    if entry.absent or entry.failure:
         return None
     try:
-        return run(line, setting)
+        return run(entry, setting)
     except NotRunnable as error:
-        line.absent = str(error)
+        entry.absent = str(error)
     except RunFailed as error:
-        line.failure = str(error)
-    print(f"{line.id}: {line.absent or line.failure}", flush=True)
+        entry.failure = str(error)
+    print(f"{entry.id}: {entry.absent or entry.failure}", flush=True)
     return None
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 import psutil
 
 NGINX = "nginx"  # folder of the server's state
-_NAME = re.compile(r"longshore-(bench|link|gpu)-\w{8}")
+_NAME = re.compile(r"longshore-(bench|gpu)-\w{8}")
 _GRACE_S = 5.0
 
 
 @contextlib.contextmanager
 def run_folder(place: Path, prefix: str) -> Iterator[Path]:
-    """Make a folder in `place`, removed at the end. `prefix`: "longshore-bench-", -link-, -gpu-. Raises OSError."""
+    """Make a folder in `place`, removed at the end. `prefix`: "longshore-bench-", "longshore-gpu-". Raises OSError."""
     sweep(place)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
@@ -44,7 +44,8 @@ def sweep(place: Path) -> list[Path]:
     swept = []
     for folder in place.glob("longshore-*"):
         if _NAME.fullmatch(folder.name) and (lock := _lock(folder)) is not None:
-            _end_server(folder / NGINX)
+            for state in folder.glob(f"{NGINX}*"):
+                _end_server(state)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
             swept.append(folder)

@@ -3,6 +3,7 @@
     with RangeServer(root, state) as server:
         server.endpoint               "http://127.0.0.1:PORT"; {root}/bucket/key is at {endpoint}/bucket/key
         server.tls_endpoint           the same over TLS, with a certificate that server.ca_bundle trusts
+        server.access_log             a file with the number of bytes of each answer's body, a line each
 
 It speaks no S3. GET and HEAD of objects work, signatures are ignored, and a listing of a bucket is answered with 403.
 """
@@ -53,6 +54,7 @@ class RangeServer:
         self.endpoint = ""
         self.tls_endpoint = ""  # "" where there is no openssl to make a certificate
         self.ca_bundle = ""
+        self.access_log = str(state / "access.log")
         self._root, self._state, self._host, self._command_prefix = root, state, host, command_prefix
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -126,7 +128,8 @@ pid {state}/nginx.pid;
 error_log {state}/error.log warn;
 events {{ worker_connections 1024; }}
 http {{
-  access_log off;
+  log_format sent '$body_bytes_sent';
+  access_log {state}/access.log sent;
   {temps} uwsgi_temp_path {state}/tmp-uwsgi; scgi_temp_path {state}/tmp-scgi;
   default_type application/octet-stream;
   sendfile on;

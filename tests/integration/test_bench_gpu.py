@@ -39,12 +39,12 @@ def test_without_a_gpu_it_refuses_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_dry_run_loads_and_compares_every_tensor(tmp_path: Path) -> None:
-    wanted = ("pinned_copy", "read_and_copy", "longshore", "longshore_unverified", "safetensors")
+    wanted = ("pinned_copy", "read_and_copy", "longshore", "longshore_unverified", "safetensors_device")
     arguments = ("--device", "cpu", "--size", "20MB", "--folder", str(tmp_path), "--out", str(tmp_path / "out"))
     done = run(tmp_path, *arguments, "--only", ",".join(wanted))
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = json.loads((tmp_path / "out" / "gpu.json").read_text())["lines"]
-    assert [len(line["runs"]) for line in lines] == [1] * len(wanted)
+    entries = json.loads((tmp_path / "out" / "gpu.json").read_text())["entries"]
+    assert [len(entry["runs"]) for entry in entries] == [1] * len(wanted)
     assert list(tmp_path.glob("longshore-gpu-*")) == []
 
 
@@ -54,7 +54,7 @@ def test_sigterm_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
     place, state = tmp_path / "place", tmp_path / "tmp"
     place.mkdir()
     state.mkdir()
-    arguments = ["--device", "cpu", "--size", "20MB", "--rounds", "1000", "--no-tuning", "--only", "safetensors"]
+    arguments = ["--device", "cpu", "--size", "20MB", "--rounds", "1000", "--no-tuning", "--only", "safetensors_device"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "bench.gpu", *arguments, "--folder", str(place), "--out", str(tmp_path / "out")],
         cwd=REPOSITORY,

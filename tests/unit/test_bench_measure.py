@@ -76,13 +76,13 @@ def test_work_before_and_after_the_run_is_not_counted() -> None:
 def test_late_and_child_memory_over_the_baseline_is_measured() -> None:
     code = """
     before = bytearray(b'1' * 50_000_000)
-    with measured(spec, touched_before_bytes=7) as m:
+    with measured(spec, "warm") as m:
         kept = bytearray(b'1' * 30_000_000)
     """
     found = stats(code)
     assert 30e6 <= found["peak_bytes"] < 50e6 + 30e6
     assert found["baseline_bytes"] > 50e6
-    assert found["touched_before_bytes"] == 7
+    assert found["case"] == "warm"
     assert found["bytes"] == 1000
     code = """
     with measured(spec) as m:

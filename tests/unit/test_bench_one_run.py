@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import bench.harness.rounds
-from bench.harness.contender import Case, NotRunnable, Spec
-from bench.harness.results import Line, Run
+from bench.harness.contender import Contender, NotRunnable, Spec
+from bench.harness.results import Entry, Run
 from bench.harness.rounds import RunFailed, run_once
 from storage.host.processes import ProcessId
 from tests.support.ray_clusters import eventually
@@ -28,27 +28,28 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(repository: Path, program: str, timeout_s: float = 30.0) -> Run:
+def run(repository: Path, program: str, timeout_s: float = 30.0) -> list[Run]:
     (repository / "bench" / "contenders" / "__main__.py").write_text(program)
-    case = Case("", "", options={"memory": "fresh", "threads": 1})
-    return run_once(Line("one", "one", case, "http", ({},)), {"threads": 2}, SPEC, timeout_s)
+    contender = Contender("one", "one", lambda _: None, (), options={"memory": "fresh", "threads": 1})
+    return run_once(Entry(contender, "tp2/http"), {"threads": 2}, SPEC, timeout_s)
 
 
-def test_the_last_json_is_the_stats(repository: Path) -> None:
-    assert run(repository, FIGURES) == Run(10, 2.0, 1.0)
+def test_every_line_of_json_is_a_run(repository: Path) -> None:
+    both = FIGURES + '; print(\'{"bytes": 10, "case": "warm", "wall_s": 1.0}\')'
+    assert run(repository, both) == [Run(10, "", 2.0, 1.0), Run(10, "warm", 1.0)]
 
 
-def test_options_of_the_setting_override_those_of_the_case(repository: Path) -> None:
+def test_options_of_the_setting_override_those_of_its_contender(repository: Path) -> None:
     program = "import json, sys; options = json.loads(sys.argv[2])['options']\n"
     program += "if options != {'memory': 'fresh', 'threads': 2}: raise SystemExit(f'{options}')\n"
-    assert run(repository, program + FIGURES).bytes == 10
+    assert run(repository, program + FIGURES)[0].bytes == 10
 
 
 def test_settings_and_proxies_of_the_user_are_not_passed_on(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "https_proxy", "AWS_PROFILE", "LONGSHORE_SLOT_BYTES"):
         monkeypatch.setenv(name, "x")
     program = "import os; bad = [n for n in os.environ if os.environ[n] == 'x']\nif bad: raise SystemExit(f'{bad}')\n"
-    assert run(repository, program + FIGURES).bytes == 10
+    assert run(repository, program + FIGURES)[0].bytes == 10
 
 
 @pytest.mark.parametrize(

@@ -3,86 +3,74 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from bench.harness.contender import Case, Memory, Source
-from bench.harness.report import markdown, ordered, tables
-from bench.harness.results import Line, Results, Run
+from bench.contenders.table import CONTENDERS
+from bench.harness.report import load_tables
+from bench.harness.results import Entry, Results, Run
+from bench.page import figure, short_table
+from bench.run import SCENES, choose
 
 GB = 1_000_000_000
 
 
-def line(
-    contender: str,
-    walls_s: list[float],
-    *,
-    name: str = "",
-    memory: Memory = "fresh",
-    source: Source = "http",
-    checks: bool = False,
-    keeps: bool = True,
-    cpu_s: float = 1.0,
-    limit: str = "",
-    absent: str = "",
-) -> Line:
-    case = Case(name, name, memory, checks=checks, keeps=keeps, limit=limit)
-    found = Line(contender, contender, case, source, ({},), absent=absent)
-    ours = {"stream_s": walls_s[0] / 2} if contender.startswith("longshore") else {}
-    found.runs = [Run(GB, wall_s, cpu_s, touched_before_bytes=GB // 4, peak_bytes=GB, extra=ours) for wall_s in walls_s]
+def entry(name: str, scene: str = "tp4/http", absent: str = "", **walls_s: list[float]) -> Entry:
+    """Return an entry with runs of each case, which cost 0.1 CPU s and as many seconds as they take."""
+    found = Entry(CONTENDERS[name], scene, absent=absent)
+    for case, seconds in walls_s.items():
+        size = GB // 4 if case.startswith("part") else GB
+        found.runs += [Run(size, case, wall_s, 0.1 + wall_s, 4 * size, extra={"ready_s": 0.5}) for wall_s in seconds]
     return found
 
 
-def results(*lines: Line) -> Results:
-    return Results(
-        {"processor": "x", "cores": "2", "date": "today"}, {"nginx": "1"}, {"bytes": GB, "files": 1}, 3, lines
-    )
+def results(*entries: Entry) -> dict[str, Any]:
+    machine = {"processor": "x", "cores": "2", "date": "today"}
+    scenes = {scene.name: {"title": scene.title, "ranks": scene.ranks} for scene in SCENES if scene.name == "tp4/http"}
+    found = Results(machine, {}, {"bytes": GB, "files": 1}, 3, "python -m bench.run", scenes, entries)
+    text: dict[str, Any] = json.loads(json.dumps(found.as_dict()))
+    return text
 
 
 EVERYTHING = results(
-    line("ceiling_raw", [0.25], memory="none", keeps=False, cpu_s=0.5),
-    line("limit_copy", [0.8], name="fresh", checks=True),
-    line("longshore_load", [1.0, 0.5, 4.0], name="fresh", checks=True, limit="limit_copy:fresh"),
-    line("runai_s3", [2.0], cpu_s=2.0),
-    line("obstore", [], absent="obstore is not installed"),
+    entry("limit_arena", warm=[0.5]),
+    entry("longshore_arena", warm=[1.0, 0.5, 4.0], warm_unverified=[0.9], part=[0.25], cold=[2.0]),
+    entry("runai", warm=[8.0], cold=[9.0]),
+    entry("download_crt", absent="awscrt is not installed"),
 )
 
 
-def test_medians_ranges_and_limits_of_a_line() -> None:
-    ours = EVERYTHING.line("longshore_load:fresh@http")
-    assert ours is not None
-    assert ours.gb_per_s == 1.0
-    assert ours.gb_per_s_range == (0.25, 2.0)
-    assert ours.memory_over_bytes == 1.25
-    assert ours.stream_gb_per_s == 2.0
-    limit = EVERYTHING.limit_of(ours)
-    assert limit is not None
-    assert ours.gb_per_s / limit.gb_per_s == pytest.approx(0.8)
-    assert EVERYTHING.line("obstore@http") is None
-    assert EVERYTHING.ceiling("file") is None
+def test_medians_and_ranges_of_a_case() -> None:
+    case = EVERYTHING["entries"][1]["cases"]["warm"]
+    assert (case["wall_s"], case["least_s"], case["most_s"]) == (1.0, 0.5, 4.0)
+    assert case["cpu_s_per_gb"] == pytest.approx(1.1)
+    assert "warm_xxh3" not in EVERYTHING["entries"][1]["cases"]
 
 
-def test_every_line_has_its_ratios_or_a_reason_for_none() -> None:
-    text = markdown(EVERYTHING, "make bench")
-    assert (
-        "| longshore_load, fresh | yes | yes | 1.00 (0.25-2.00); streaming 2.00 | 0.25 | 1.00 | 2.0 | 1.25 | 0.80 |"
-        in text
-    )
-    assert "not run: obstore is not installed" in text
-    for shown in EVERYTHING.lines:
-        assert shown.title in tables(EVERYTHING)
-    rows = [row for row in tables(EVERYTHING).splitlines() if row.startswith("|")]
+def test_every_entry_has_rows_or_a_reason_for_none() -> None:
+    ((title, table),) = load_tables(EVERYTHING).values()
+    assert title == "Tensor parallel over 4 ranks"
+    assert "| Longshore, through the arena | BLAKE3 | 1.00 (0.50-4.00) | 0.50 | 1.00 | 1.10 | 4.00 |" in table
+    assert "| each rank: Run:ai streamer, all files | no | 8.00 (8.00-8.00) | 0.50 | 8.00 | 8.10 | 4.00 |" in table
+    assert "| not run: awscrt is not installed |" in table
+    rows = table.splitlines()
     assert len({row.count("|") for row in rows}) == 1
+    assert rows.index(next(row for row in rows if "**warm" in row)) < rows.index(
+        next(row for row in rows if "**cold" in row)
+    )
 
 
-def test_lines_are_in_order_of_speed_within_their_group() -> None:
-    found = [shown.contender for shown in ordered(EVERYTHING.lines)]
-    assert found == ["ceiling_raw", "limit_copy", "longshore_load", "runai_s3", "obstore"]
+def test_short_answers_and_figure_come_from_the_results() -> None:
+    text = short_table(EVERYTHING)
+    assert "| tp4, warm: each rank reads all files with Run:ai's streamer | 8.0 times our time |" in text
+    assert "ours over the hand-written limit | 2.00 times its time, 1.83 times its CPU |" in text
+    drawn = figure(EVERYTHING)
+    assert drawn.count("<rect") == 1 + 3
+    assert "8.00 s" in drawn
 
 
-def test_the_json_has_the_results_that_were_found() -> None:
-    found = json.loads(json.dumps(EVERYTHING.as_dict()))
-    by_id = {shown["id"]: shown for shown in found["lines"]}
-    assert by_id["longshore_load:fresh@http"]["gb_per_s"] == 1.0
-    assert len(by_id["longshore_load:fresh@http"]["runs"]) == 3
-    assert "gb_per_s" not in by_id["obstore@http"]
+def test_patterns_choose_contenders_scenes_and_ids() -> None:
+    assert {one.scene for one in choose(["tp8/http"])} == {"tp8/http"}
+    assert {one.contender.name for one in choose(["longshore_*@tp4/*mbit"])} == {"longshore_arena", "longshore_direct"}
+    assert len(choose(["*"])) == sum(len(scene.contenders) for scene in SCENES)

@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 
 import bench.run
-from bench.harness.contender import Case, Spec
-from bench.harness.report import markdown
-from bench.harness.results import Line, Results, Run
+from bench.harness.contender import Spec
+from bench.harness.link import NoLink
+from bench.harness.results import Entry, Run
+from bench.page import _settings_table
 from bench.run import main
 
-FIGURES = Run(10**9, 2.0, 1.0)
-Once = Callable[[Line, Mapping[str, Any], Spec], Run]
+FIGURES = Run(10**9, "warm", 2.0, 1.0)
+Once = Callable[[Entry, Mapping[str, Any], Spec], list[Run]]
 
 
 class NoServer:
     """Stands in for nginx; no run of these tests reads a byte."""
 
     def __init__(self, *_: object) -> None:
-        self.endpoint = self.tls_endpoint = self.ca_bundle = ""
+        self.endpoint = self.tls_endpoint = self.ca_bundle = self.access_log = ""
 
     def __enter__(self) -> NoServer:
         return self
@@ -54,49 +55,62 @@ def run_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def test_results_found_before_ctrl_c_are_kept_and_marked(run_bench: Callable[..., int], tmp_path: Path) -> None:
-    runs = iter([FIGURES, FIGURES])
+    runs = iter([[FIGURES], [FIGURES]])
 
-    def once(*_: object) -> Run:
+    def once(*_: object) -> list[Run]:
         found = next(runs, None)
         if found is None:
             raise KeyboardInterrupt
         return found
 
-    assert run_bench(once, "--only", "ceiling_raw,limit_arena:verified@http", "--no-tuning") == 130
+    assert run_bench(once, "--only", "limit_*@tp2/http", "--no-tuning") == 130
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["partial"] is True
-    assert sum(len(line["runs"]) for line in found["lines"]) == 2
+    assert sum(len(entry["runs"]) for entry in found["entries"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["results.json"]
 
 
 def test_an_interrupted_run_without_results_keeps_the_old_ones(run_bench: Callable[..., int], tmp_path: Path) -> None:
-    def once(*_: object) -> Run:
+    def once(*_: object) -> list[Run]:
         raise KeyboardInterrupt
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.json").write_text("before")
-    assert run_bench(once, "--only", "ceiling_raw@http", "--no-tuning") == 130
+    assert run_bench(once, "--only", "limit_arena@tp2/http", "--no-tuning") == 130
     assert (tmp_path / "out" / "results.json").read_text() == "before"
 
 
 def test_a_run_in_the_wrong_mode_fails_unless_small(run_bench: Callable[..., int], tmp_path: Path) -> None:
-    def once(*_: object) -> Run:
-        return Run(10**9, 2.0, 1.0, extra={"placement": "via_arena"})
+    def once(*_: object) -> list[Run]:
+        return [Run(10**9, "warm", 2.0, 1.0, extra={"placement": "via_arena"})]
 
-    wanted = ("--only", "longshore_load:direct_fresh@http", "--rounds", "1")
+    wanted = ("--only", "longshore_direct@tp2/http", "--rounds", "1")
     assert run_bench(once, *wanted, "--no-tuning") == 1
-    (line,) = json.loads((tmp_path / "out" / "results.json").read_text())["lines"]
-    assert line["failure"] == "asked for direct, ran via_arena: is the model too small?"
+    (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
+    assert entry["failure"] == "asked for direct, ran via_arena: is the model too small?"
     assert run_bench(once, *wanted, "--small") == 0
-    (line,) = json.loads((tmp_path / "out" / "results.json").read_text())["lines"]
-    assert line["title"].endswith("direct, verified (ran via_arena)")
+
+
+def test_a_link_that_cannot_be_made_is_a_reason(
+    run_bench: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise NoLink("no root")
+
+    monkeypatch.setattr("bench.harness.link.RateLimitedLink.__enter__", refuse)
+    assert run_bench(lambda *_: [FIGURES], "--only", "longshore_arena@tp4/*", "--no-tuning", "--rounds", "1") == 0
+    entries = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
+    absent = {entry["scene"]: entry["absent"] for entry in entries}
+    assert absent["tp4/1000mbit"] == "no root"
+    assert absent["tp4/http"] == ""
 
 
 @pytest.mark.parametrize("tuned", [True, False])
-def test_settings_are_listed_as_tried_only_if_they_were(tuned: bool) -> None:
-    line = Line("ceiling_raw", "ceiling", Case("", "", "none", keeps=False), "http", ({},), runs=[FIGURES])
-    results = Results({"cores": "2"}, {"nginx": "1"}, {"bytes": 1, "files": 1}, 1, [line], tuned)
-    text = markdown(results, "make bench")
-    assert ("Found by trying" in text, "best setting" in text) == (tuned, tuned)
-    assert ("none was tried" in text) == (not tuned)
+def test_settings_are_called_best_only_if_they_were_tried(
+    run_bench: Callable[..., int], tmp_path: Path, tuned: bool
+) -> None:
+    extra = () if tuned else ("--no-tuning",)
+    assert run_bench(lambda *_: [FIGURES], "--only", "runai@tp2/http", "--rounds", "1", *extra) == 0
+    text = _settings_table(json.loads((tmp_path / "out" / "results.json").read_text()))
+    assert ("best setting" in text, "not tuned" in text) == (tuned, not tuned)

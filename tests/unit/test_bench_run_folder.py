@@ -85,7 +85,7 @@ def test_the_folder_of_a_killed_run_is_swept_by_the_next(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert folder.exists()
-    with run_folder(tmp_path, "longshore-link-") as own:
+    with run_folder(tmp_path, "longshore-gpu-") as own:
         assert list(tmp_path.iterdir()) == [own]
 
 
