@@ -81,9 +81,8 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
     """Run a command and show its output as it comes. Returns the exit code and the lines."""
     printed = []
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as step:
-        assert step.stdout is not None
         try:
-            for line in step.stdout:
+            for line in step.stdout or ():
                 printed.append(line)
                 print(line, end="", flush=True)
         except KeyboardInterrupt:  # the step got it too, and ends in its order

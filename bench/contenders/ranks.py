@@ -97,21 +97,18 @@ def _rank(spec: Spec, folder: Path, slices: list[Slice]) -> Iterator[subprocess.
     """Start the process of a rank, which ends when its input ends."""
     command = [sys.executable, "-m", "bench.contenders.ranks"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps([spec.to_json(), str(folder), slices]) + "\n")
+        print(json.dumps([spec.to_json(), str(folder), slices]), file=process.stdin)
         yield process
-        process.stdin.close()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def _ask(ranks: list[subprocess.Popen[str]], command: str) -> None:
     """Let these ranks do something at the same time, and wait for them. Raises RuntimeError."""
     for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write(command + "\n")
-        rank.stdin.flush()
+        print(command, file=rank.stdin, flush=True)
     for rank in ranks:
-        assert rank.stdout is not None
-        if rank.stdout.readline() != "done\n":
+        if next(iter(rank.stdout or ()), "") != "done\n":
             raise RuntimeError(f"a rank failed to {command}")  # it has printed why
 
 
