@@ -385,8 +385,12 @@ class Agent:
         raise LoadCancelled("seen")
 
 worker = GpuWorker("n", "cpu", 600.0, Agent())
-worker.start(pickle.loads(sys.stdin.buffer.read()))
-worker.stop()
+job = pickle.loads(sys.stdin.buffer.read())
+worker.start(job)
+try:
+    worker.outcome(job.load_id)
+except LoadCancelled:
+    worker.stop()
 """
 
 
