@@ -131,39 +131,6 @@ class _NamedActor:
             raise ClusterLost(f"{self._what} does not answer", actor=self._name, cause=type(error).__name__) from error
 
 
-class NodeAgent:
-    """The agent's actor: `actors.node_agent.NodeAgent`, and the calls that other processes make to it.
-
-    A process that finds an actor by its name imports the actor's class. So this class imports the agent only in the
-    agent's own process: every worker finds the agent before its first byte.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        from actors.node_agent import NodeAgent
-
-        self._agent = NodeAgent(*arguments)
-
-    def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
-        """Run any call of the agent, for a caller with a version."""
-        return self._agent.packed(call, arguments, *beside)
-
-    def keep_record(self, load_id: str, record: bytes) -> None:
-        """See the agent."""
-        self._agent.keep_record(load_id, record)
-
-    def end(self, load_id: str) -> None:
-        """See the agent."""
-        self._agent.end(load_id)
-
-    def leave(self, load_id: str) -> None:
-        """See the agent."""
-        self._agent.leave(load_id)
-
-    def shutdown(self, *, only_idle: bool = False) -> bool:
-        """See the agent."""
-        return self._agent.shutdown(only_idle=only_idle)
-
-
 class PackedCalls:
     """The calls of an agent, each sent with this process's version. The caller unpacks answers (`NodeAgent.packed`)."""
 

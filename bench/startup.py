@@ -121,7 +121,7 @@ class Empty:
 def empty_actors_s(count: int) -> float:
     """Return the seconds until `count` new Ray actors have answered."""
     begun_s = time.monotonic()
-    actors = [ray.remote(Empty).options(num_cpus=0).remote() for _ in range(count)]
+    actors: list[Any] = [ray.remote(Empty).options(num_cpus=0).remote() for _ in range(count)]
     ray.get([actor.hello.remote() for actor in actors])
     took_s = time.monotonic() - begun_s
     for actor in actors:

@@ -23,10 +23,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from actors.agent_actor import NodeAgent
 from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
 from actors.links import (
     NAMESPACE,
-    NodeAgent,
     RayCoordinatorLink,
     agent_name,
     group_name,

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from ray.exceptions import RayActorError
 
-from actors import links
+from actors import agent_actor
 from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord
 from actors.coordination.nodes import NodeAgents
@@ -92,7 +92,9 @@ def test_an_agent_that_does_not_answer_is_not_idle(
 
 
 def test_the_agents_actor_answers_as_the_agent_does() -> None:
-    calls = [name for name in vars(links.NodeAgent) if not name.startswith("_")]
+    calls = [name for name in vars(agent_actor.NodeAgent) if not name.startswith("_")]
     assert "packed" in calls
     for name in calls:
-        assert inspect.signature(getattr(links.NodeAgent, name)) == inspect.signature(getattr(NodeAgent, name)), name
+        assert inspect.signature(getattr(agent_actor.NodeAgent, name)) == inspect.signature(getattr(NodeAgent, name)), (
+            name
+        )
