@@ -36,21 +36,20 @@ from typing import Any
 
 from actors.devices.cpu_device import PROCESS_MEMORY
 from actors.devices.device import Device, OpeningDevice, open_device
-from actors.devices.mapped_device import open_mapped_rank
 from actors.links import AgentLink
 from actors.rank.executor import PROCESS_ARENAS, RankLoader
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.messages import RankJob, Version
 from cluster.planning.plan import RankPlan
-from cluster.request import StoreAccess
 from cluster.telemetry.logs import RepeatedWork, configure_logs
-from cluster.telemetry.report import RankReport
+from cluster.telemetry.stats import RankReport
 from cluster.user_values import Cursor, Entry, Packed, Raised, TensorBatch, cut_batch, pack, show_cause, unpack
 from longshore.installation import VERSION, check_packages
 from storage.errors import LongshoreError
 from storage.host.memory import without_collector
 from storage.host.processes import ProcessId
+from storage.store_ref import StoreAccess
 
 
 class HostedLoad:
@@ -125,6 +124,8 @@ class HostedLoad:
 
     def _open_mapped(self, plan: RankPlan) -> Device:
         """Open the devices of a device map, which only the plan names."""
+        from actors.devices.mapped_device import open_mapped_rank
+
         self._device = open_mapped_rank(plan, self.job)
         return self._device
 

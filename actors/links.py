@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.errors import AgentEnded, ClusterLost
 from cluster.joining.node_tasks import unwrapped
@@ -20,8 +20,10 @@ from cluster.messages import (
     pack_message,
     unpack_message,
 )
-from cluster.telemetry.process_logs import LogProcess
 from storage.host.processes import ProcessId
+
+if TYPE_CHECKING:
+    from cluster.telemetry.process_logs import LogProcess
 
 
 class AgentLink(Protocol):
@@ -82,6 +84,8 @@ def group_name(worker_group_id: str) -> str:
 
 def process_of(name: str) -> LogProcess | None:
     """Return the process type behind an actor's name, or None for names that are not ours."""
+    from cluster.telemetry.process_logs import LogProcess  # not at the top: every worker imports this module
+
     if name == COORDINATOR:
         return LogProcess("coordinator")
     if name.startswith(agent_name("")):

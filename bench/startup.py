@@ -7,7 +7,8 @@
     resident     the model is loaded already and is handed out
 
 Starts a Ray cluster of its own on this machine, reads local files, prints medians over the rounds and writes JSON.
-Every cold and warm round loads a model of other bytes, so that nothing comes from the arena.
+Every cold and warm round loads a model of other bytes, so that nothing comes from the arena. Each round also starts as
+many empty Ray actors as a load has ranks, because no worker can start in less.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 
 import cluster
 from bench.harness.report import markdown_table
@@ -63,8 +65,10 @@ def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
         large, through_arena = stored(folder, LARGE, 0), {**options, "placement": "via_arena"}
         cluster.load(large, **through_arena).release()
         cases: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+        empty_s: list[float] = []
         for number in range(rounds):
             release_warm()
+            empty_s.append(empty_actors_s(ranks))
             cases["cold"].append(timed(stored(folder, SMALL, 2 * number + 1), options))
             cases["warm"].append(timed(stored(folder, SMALL, 2 * number + 2), options))
             cases["arena fresh"].append(timed(large, through_arena))
@@ -83,6 +87,7 @@ def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
         "rounds": rounds,
         "ranks": ranks,
         "first_load_with_cluster_start_s": first_s,
+        "empty_actors_s": statistics.median(empty_s),
         "cases": medians,
         "memory_copy": copy_rates(int(cases["arena kept"][0]["placed_bytes"])),
     }
@@ -103,6 +108,24 @@ def timed(uri: str, options: dict[str, Any]) -> dict[str, float]:
     report = replace(model.report, total_s=time.monotonic() - begun_s)
     model.release()
     return {name: float(getattr(report, name)) for name in (*FIELDS, "placed_bytes")}
+
+
+class Empty:
+    """An actor that does nothing."""
+
+    def hello(self) -> None:
+        """Answer once the process has started."""
+
+
+def empty_actors_s(count: int) -> float:
+    """Return the seconds until `count` new Ray actors have answered."""
+    begun_s = time.monotonic()
+    actors: list[Any] = [ray.remote(Empty).options(num_cpus=0).remote() for _ in range(count)]
+    ray.get([actor.hello.remote() for actor in actors])
+    took_s = time.monotonic() - begun_s
+    for actor in actors:
+        ray.kill(actor)
+    return took_s
 
 
 def copy_rates(size_bytes: int) -> dict[str, float]:
@@ -126,6 +149,10 @@ def show(found: dict[str, Any]) -> None:
         rate = "-" if name == "resident" else f"{case['placed_bytes'] / case['total_s'] / 1e9:.2f}"
         rows.append((name, *times, rate))
     print(markdown_table(HEADINGS, rows))
+    beyond_s = found["cases"]["cold"]["first_byte_s"] - found["empty_actors_s"]
+    print(
+        f"{found['ranks']} empty Ray actors: {found['empty_actors_s']:.2f} s; cold first byte beyond: {beyond_s:.2f} s"
+    )
     copies = found["memory_copy"]
     print(f"copy by one thread: {copies['fresh_gb_per_s']:.2f} GB/s fresh, {copies['touched_gb_per_s']:.2f} touched")
     print(f"first load, the start of Ray included: {found['first_load_with_cluster_start_s']:.1f} s")

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.errors import VersionMismatch
-from cluster.request import StoreAccess
-from cluster.telemetry.report import SettingStatus
 from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats, RankStats
 from longshore.installation import VERSION
 from storage.checksum import Span
 from storage.errors import LongshoreError
 from storage.host.memory import GpuMemory, MemoryPool
 from storage.host.processes import ProcessId
+from storage.store_ref import StoreAccess
+
+if TYPE_CHECKING:
+    from cluster.telemetry.report import SettingStatus
 
 UNVERSIONED = (4, "an earlier version")  # version of processes that do not report one
 

@@ -24,20 +24,9 @@ from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.problems import quote
 from storage.publishing.signing import trusted_key
 from storage.store_ref import ALIASES, DEFAULT_SCHEMES, Credentials, SourceRules, StoreRef, check_printable, parse_uri
+from storage.store_ref import StoreAccess as StoreAccess
 from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
-
-
-@dataclass(frozen=True, slots=True)
-class StoreAccess:
-    """The place of a model and how to read it. The repr of the credentials shows none."""
-
-    ref: StoreRef
-    credentials: Credentials | None = None  # None: the node's own (environment, profile, instance role)
-
-    def without_credentials(self) -> StoreAccess:
-        """Return the access to save or keep. Credentials that a client passed are in messages only."""
-        return StoreAccess(self.ref)
 
 
 @dataclass(frozen=True, slots=True)

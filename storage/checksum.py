@@ -33,7 +33,6 @@ from itertools import pairwise
 from typing import Protocol
 
 import xxhash
-from awscrt import checksums as _crt
 from blake3 import blake3
 
 from storage.errors import AccessDenied, StoreError, UnsupportedStore
@@ -61,9 +60,11 @@ class Hasher(Protocol):
 class _Crc:
     """A CRC from awscrt with the interface of hashlib's objects."""
 
-    def __init__(self, function: Callable[..., int], digest_size: int) -> None:
-        self.digest_size = digest_size
-        self._function = function
+    def __init__(self, name: str) -> None:
+        from awscrt import checksums  # not at the top: it takes 40 ms of each worker, and few loads need a CRC
+
+        self.digest_size = DIGEST_SIZES[name]
+        self._function: Callable[..., int] = getattr(checksums, name)
         self._value = 0
 
     def update(self, data: Buffer, /) -> None:
@@ -81,15 +82,23 @@ _NEW: dict[str, Callable[[], Hasher]] = {
     "xxh3_128": lambda: xxhash.xxh3_128(),
     "sha256": lambda: hashlib.sha256(),
     "md5": lambda: hashlib.md5(usedforsecurity=False),
-    "crc32": lambda: _Crc(_crt.crc32, 4),
-    "crc32c": lambda: _Crc(_crt.crc32c, 4),
-    "crc64nvme": lambda: _Crc(_crt.crc64nvme, 8),
+    "crc32": lambda: _Crc("crc32"),
+    "crc32c": lambda: _Crc("crc32c"),
+    "crc64nvme": lambda: _Crc("crc64nvme"),
 }
 
 HASH_NAMES: frozenset[str] = frozenset(_NEW)  # every name that new_hasher accepts
 MANIFEST_HASH_NAMES: frozenset[str] = frozenset({"blake3", "xxh3_128"})  # the names that a manifest may use
 COLLISION_RESISTANT: frozenset[str] = frozenset({"blake3"})  # those that signatures and shared caches may rely on
-DIGEST_SIZES: dict[str, int] = {name: new().digest_size for name, new in _NEW.items()}  # bytes, by name
+DIGEST_SIZES: dict[str, int] = {  # bytes, by name
+    "blake3": 32,
+    "xxh3_128": 16,
+    "sha256": 32,
+    "md5": 16,
+    "crc32": 4,
+    "crc32c": 4,
+    "crc64nvme": 8,
+}
 
 
 def new_hasher(name: str) -> Hasher:

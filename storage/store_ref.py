@@ -107,6 +107,18 @@ class Credentials:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """The place of a model and how to read it. The repr of the credentials shows none."""
+
+    ref: StoreRef
+    credentials: Credentials | None = None  # None: the node's own (environment, profile, instance role)
+
+    def without_credentials(self) -> StoreAccess:
+        """Return the access to save or keep. Credentials that a client passed are in messages only."""
+        return StoreAccess(self.ref)
+
+
 def path_of(uri: str) -> str:
     """Return the path of a store's URI without scheme and bucket, which is the same for every mirror of a model.
 

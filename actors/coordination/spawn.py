@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from typing import Any
@@ -22,9 +23,16 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from actors.agent_actor import NodeAgent
 from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
-from actors.links import NAMESPACE, RayCoordinatorLink, agent_name, group_name, group_of_worker, worker_name
-from actors.node_agent import NodeAgent
+from actors.links import (
+    NAMESPACE,
+    RayCoordinatorLink,
+    agent_name,
+    group_name,
+    group_of_worker,
+    worker_name,
+)
 from cluster.config import Config
 from cluster.errors import ClusterLost
 from cluster.joining.ray_private import placement_group_id
@@ -35,6 +43,17 @@ REMOVE_TRIES = 10
 SHUT_S = 10.0  # an agent that is well has ended all by then
 NAME_FREE_S = 5.0  # Ray gives the name of a dead actor back within moments, of one on a dead node when it knows that
 AGENT_CALLS = 256  # calls an agent answers at once: every rank of the node may be waiting for orders
+
+
+@functools.cache
+def _agent_class() -> Any:
+    """Return Ray's class of agents. Ray pickles and stores each class that it is given, which takes 20 ms."""
+    return ray.remote(NodeAgent)
+
+
+@functools.cache
+def _worker_class() -> Any:
+    return ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(GpuWorker)  # type: ignore[call-overload]
 
 
 def start_agent(node_id: str, host: str, given: Config | None) -> Any:
@@ -56,7 +75,7 @@ def start_agent(node_id: str, host: str, given: Config | None) -> Any:
 
 def _find_or_make_agent(node_id: str, host: str, given: Config | None) -> Any:
     return (
-        ray.remote(NodeAgent)
+        _agent_class()
         .options(
             name=agent_name(node_id),
             namespace=NAMESPACE,
@@ -104,7 +123,7 @@ def start_worker(
         else NodeAffinitySchedulingStrategy(node_id, soft=False)
     )
     return (
-        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(GpuWorker)  # type: ignore[call-overload]
+        _worker_class()
         .options(
             name=worker_name(worker_group_id, rank, incarnation),
             namespace=NAMESPACE,

@@ -23,7 +23,7 @@ from cluster.messages import ARENA_READ, DISK_READ, DISK_UNUSABLE, NO_SLOT, Comm
 from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.retry import Fail, cause_of, decide
 from cluster.telemetry.logs import LogFields
-from cluster.telemetry.report import StageTimes
+from cluster.telemetry.stats import StageTimes
 from storage.arena.arena import Arena
 from storage.checksum import Hasher, Span, SpanHasher, new_hasher
 from storage.disk.files import DiskReader

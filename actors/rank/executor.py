@@ -39,8 +39,7 @@ from cluster.messages import DIRECT, ArenaAccess, RankJob, RankUpdate
 from cluster.planning.packed_plan import unpack_shared
 from cluster.planning.plan import RankPlan
 from cluster.telemetry.logs import LogFields
-from cluster.telemetry.report import RankReport, StageTimes
-from cluster.telemetry.stats import RankStats
+from cluster.telemetry.stats import RankReport, RankStats, StageTimes
 from storage.arena.arena import Arena
 from storage.errors import IntegrityError, LongshoreError
 from storage.host.memory import PeakMemory, own_bytes

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cluster.planning.cut_model import CutModel
 from cluster.planning.plan import LoadPlan, RankPlan
 from cluster.planning.rank_plans import RankFacts, plan_rank, rank_chunks
-from cluster.telemetry.report import ProcessMemory
+from cluster.telemetry.stats import ProcessMemory
 from storage.checkpoints.model_index import ChunkTable, Shard
 
 

@@ -6,11 +6,13 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cluster.scheduling.load_state import Life
 from cluster.telemetry.stats import Jsonable
 from cluster.units import printable
+
+if TYPE_CHECKING:
+    from cluster.scheduling.load_state import Life
 
 MAX_EVENTS = 1000  # of one load; older ones are forgotten
 MAX_TEXT = 500  # characters of one event's message

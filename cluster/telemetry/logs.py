@@ -20,11 +20,13 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from cluster.telemetry.event_log import LoadEvent
 from cluster.units import printable
 from storage.problems import without_secrets
+
+if TYPE_CHECKING:
+    from cluster.telemetry.event_log import LoadEvent
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]

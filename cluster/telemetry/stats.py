@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from storage.arena.chunk_cache import CacheStats
-from storage.disk.tier import DiskStats
-from storage.host.memory import GpuMemory
+if TYPE_CHECKING:  # every worker imports this module
+    from storage.arena.chunk_cache import CacheStats
+    from storage.disk.tier import DiskStats
+    from storage.host.memory import GpuMemory
 
 
 class Jsonable:

@@ -18,7 +18,7 @@ def open_store(
 
     A read that receives no byte for `read_timeout_s` fails. Raises UnsupportedStore for a scheme that no store serves.
     """
-    # Imported here, because every worker pays for imports: a local load needs no boto3, and an S3 load no fsspec.
+    # Imported here, because every worker pays for imports: a local load needs no botocore, and an S3 load no fsspec.
     if ref.scheme == "file":
         from storage.stores.local import LocalStore
 

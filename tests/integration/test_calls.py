@@ -69,6 +69,18 @@ def is_ready(longshore: Longshore) -> bool:
     return [model.progress.state for model in longshore.models()] == ["ready"]
 
 
+def test_workers_import_neither_agent_nor_coordinator(model: cluster.LoadedModel) -> None:
+    # Finding an actor by its name imports the actor's class (`actors.agent_actor`).
+    def modules_of(shard: Any) -> set[str]:  # local, so that it travels by value and this module is not imported there
+        import sys
+
+        return set(sys.modules)
+
+    for modules in model.call(modules_of):
+        assert "actors.gpu_worker" in modules
+        assert not modules & {"actors.node_agent", "actors.coordinator", "cluster.config", "cluster.telemetry.report"}
+
+
 # -- ranks that do not answer ------------------------------------------------------------------------------------
 
 

@@ -351,6 +351,68 @@ def _join_watch() -> None:
             thread.join()
 
 
+# What a worker in host memory imports beyond Ray's own process, until it has met its agent and opened a local store.
+# Four workers on two cores pay for each module twice in time. So a module joins this list when the first byte needs it.
+IMPORTED_PACKAGES = {"blake3", "numpy", "xxhash"}
+IMPORTED = """
+actors actors.devices actors.devices.cpu_device actors.devices.device actors.gpu_worker actors.links actors.node
+actors.node.chunk_sources actors.rank actors.rank.chunk_fetcher actors.rank.chunk_placer actors.rank.executor
+actors.rank.rank_work actors.rank.state actors.shard
+cluster cluster.argument_types cluster.errors cluster.fit cluster.fit.device_map cluster.joining
+cluster.joining.node_tasks cluster.layouts cluster.layouts.families cluster.layouts.layout cluster.layouts.mesh
+cluster.layouts.region cluster.layouts.rules cluster.layouts.tensor_cut cluster.messages cluster.planning
+cluster.planning.cut_model cluster.planning.packed_plan cluster.planning.plan cluster.planning.rank_plans
+cluster.planning.read_items cluster.precision cluster.precision.quantized_rules
+cluster.precision.quantized_tensors cluster.precision.recipes cluster.scheduling cluster.scheduling.concurrency
+cluster.scheduling.retry cluster.telemetry cluster.telemetry.logs cluster.telemetry.stats cluster.units
+cluster.user_values
+longshore longshore.installation
+storage storage.arena storage.arena.arena storage.arena.slots storage.checkpoints storage.checkpoints.amax
+storage.checkpoints.model_index storage.checkpoints.safetensors_header storage.checksum storage.disk
+storage.disk.files storage.errors storage.host storage.host.memory storage.host.processes storage.problems
+storage.store_ref storage.stores storage.stores.connections storage.stores.local storage.stores.object_store
+storage.stores.open_store storage.stores.requests
+"""
+STARTING = """
+import pickle, sys
+before = set(sys.modules)
+from actors.gpu_worker import GpuWorker
+from cluster.errors import LoadCancelled
+
+class Agent:
+    def join(self, hello):
+        print(*sorted(set(sys.modules) - before), flush=True)
+        raise LoadCancelled("seen")
+
+worker = GpuWorker("n", "cpu", 600.0, Agent())
+job = pickle.loads(sys.stdin.buffer.read())
+worker.start(job)
+try:
+    worker.outcome(job.load_id)
+except LoadCancelled:
+    worker.stop()
+"""
+
+
+def test_a_worker_imports_only_what_its_first_byte_needs(node: LocalNode, plan: LoadPlan, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", STARTING],
+        input=pickle.dumps(job(node, plan, tmp_path)),
+        capture_output=True,
+        cwd=REPOSITORY,
+        timeout=120,
+        check=True,
+    )
+    ours = {"actors", "cluster", "longshore", "storage"}
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for module in result.stdout.decode().split():
+        package = module.partition(".")[0]
+        if package not in sys.stdlib_module_names and not package.startswith("_"):
+            found[package in ours].add(module if package in ours else package)
+    assert found[True] == set(IMPORTED.split())
+    assert found[False] == IMPORTED_PACKAGES
+
+
 ORPHAN = """
 import sys, time
 from actors.gpu_worker import GpuWorker

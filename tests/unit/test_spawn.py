@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import patch
@@ -10,9 +11,11 @@ from unittest.mock import patch
 import pytest
 from ray.exceptions import RayActorError
 
+from actors import agent_actor
 from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord
 from actors.coordination.nodes import NodeAgents
+from actors.node_agent import NodeAgent
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, PackageMissing
 
@@ -86,3 +89,12 @@ def test_an_agent_that_does_not_answer_is_not_idle(
     monkeypatch.setattr(spawn, "end_actor", killed.append)
     assert asyncio.run(spawn.shut_agent("1", only_idle=only_idle)) is ended
     assert killed == [agent] * ended
+
+
+def test_the_agents_actor_answers_as_the_agent_does() -> None:
+    calls = [name for name in vars(agent_actor.NodeAgent) if not name.startswith("_")]
+    assert "packed" in calls
+    for name in calls:
+        assert inspect.signature(getattr(agent_actor.NodeAgent, name)) == inspect.signature(getattr(NodeAgent, name)), (
+            name
+        )

@@ -1,4 +1,4 @@
-"""Checks and translation of what an S3 server or boto3 answers: heads, object facts, checksums, errors. Pure.
+"""Checks and translation of what an S3 server or botocore answers: heads, object facts, checksums, errors. Pure.
 
 The head of an answer is checked before a byte of its body is stored. Wrong answers are refused here: 200 for a range,
 no If-Match, another range, another length, an encoding, a header twice. A refusal by the server becomes a StoreError.
@@ -236,7 +236,7 @@ _CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile 
 
 @contextmanager
 def asking(*, uri: str, key: str | None = None) -> Iterator[None]:
-    """Translate every error of the block, which calls boto3 and reads its answer, into a StoreError."""
+    """Translate every error of the block, which calls botocore and reads its answer, into a StoreError."""
     try:
         yield
     except LongshoreError:

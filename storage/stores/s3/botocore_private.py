@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+import botocore.loaders
 import botocore.session
 
 from storage.private_names import PrivateName, attribute
@@ -133,9 +134,9 @@ def _managers(session: Any) -> list[Any]:
 
 def share_service_models(core: botocore.session.Session) -> None:
     """Let this session share S3 descriptions that are parsed once per process, the largest cost of a client."""
-    core.register_component("data_loader", _service_models())
+    core.register_component("data_loader", _service_models(core.get_config_variable("data_path")))
 
 
 @functools.cache
-def _service_models() -> Any:
-    return botocore.session.get_session().get_component("data_loader")
+def _service_models(data_path: str | None) -> Any:
+    return botocore.loaders.create_loader(data_path)

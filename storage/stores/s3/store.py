@@ -1,6 +1,6 @@
-"""S3 and compatible servers: boto3 for everything except reads, `storage.stores.s3.wire` for reads.
+"""S3 and compatible servers: botocore for everything except reads, `storage.stores.s3.wire` for reads.
 
-    stat, list, put, upload, delete    boto3 client: credential chain, pagination, checksums, multipart with abort
+    stat, list, put, upload, delete    botocore client: credential chain, pagination, checksums, multipart with abort
     read_into                          headers signed with botocore's SigV4 --> WireClient --> the caller's buffer
 
 botocore decides once where requests go (`signing.Route`): region, endpoint, path or virtual style. Reads are not
@@ -357,7 +357,7 @@ class S3Store:
 
     @contextlib.contextmanager
     def _asking(self, key: str | None = None) -> Iterator[None]:
-        """Translate every error of the block, which calls boto3, into an error of a store."""
+        """Translate every error of the block, which calls botocore, into an error of a store."""
         with self._renewing(self._sessions.now), asking(uri=self.uri, key=key):
             yield
 
