@@ -34,11 +34,15 @@ from serving.schemas import (
     status_of,
 )
 from serving.service import Busy, Service
+from serving.settings import ServingSettings
 from storage.errors import LongshoreError
 
 LOOK_S = 1.0
 QUIET_S = 15.0  # after that long a comment tells proxies that the line lives
 OVER = ("failed", "released")
+NAME = "longshore"
+CONCURRENT = 448  # requests of one replica, beside its open streams
+QUEUED = 200  # more than that wait for no place: Ray Serve says 503
 
 
 def frame(kind: str, data: dict[str, Any], number: int | None = None) -> str:
@@ -315,3 +319,25 @@ async def _or_none(ask: Callable[[], Awaitable[Any]]) -> Any:
         return await ask()
     except NoCoordinator:
         return None
+
+
+def build(args: dict[str, Any] | None = None) -> Any:
+    """Return the application for Ray Serve: `serve run serving.app:build`, an `import_path`, or `longshore serve`.
+
+    Settings are those of the environment, then `args`, by their names. The token is read here, where the application
+    is built, and only its digest goes to the replicas. Raises ConfigError.
+    """
+    from ray import serve
+
+    settings = ServingSettings.from_env(**(args or {}))
+
+    def make() -> Any:  # in each replica
+        return make_app(Service(settings))
+
+    make_deployment: Any = serve.deployment(
+        name=NAME,
+        max_ongoing_requests=CONCURRENT + settings.streams,
+        max_queued_requests=QUEUED,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return make_deployment(serve.ingress(make)()).bind()

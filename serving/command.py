@@ -40,7 +40,7 @@ def start(settings: ServingSettings, address: str | None = None) -> str:
             f"nothing can listen at {settings.host}:{settings.port} of the cluster's nodes",
             hint="the port is taken there, or the address is none of theirs: --port and --host name others",
         ) from error
-    from serving.deployment import build
+    from serving.app import build
 
     application = build(settings.model_dump())
     serve.run(application, name=APPLICATION, route_prefix="/", logging_config={"enable_access_log": False})

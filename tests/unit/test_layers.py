@@ -36,7 +36,6 @@ AT_MODULE_LEVEL = {
         "actors/coordination/planner",
         "actors/coordination/jobs",
         "actors/coordination/spawn",
-        "serving/deployment",
     },
     "torch": {  # imported by those below, when there are tensors
         "actors/devices/convert",
@@ -49,6 +48,7 @@ AT_MODULE_LEVEL = {
 IN_FUNCTIONS = {
     "ray": {
         "actors/links",
+        "serving/app",
         "serving/command",
         "cluster/joining/connection",
         "cluster/doctor/doctor",
