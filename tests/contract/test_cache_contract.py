@@ -216,6 +216,19 @@ class CacheMachine(RuleBasedStateMachine):
             for pinner in wanted:
                 self.pins.setdefault(pinner, set()).add(lease.slot)
 
+    @rule(key=keys, worker=workers, owner=owners, kept=st.sampled_from([True, True, False]))
+    def fetch(self, key: bytes, worker: int, owner: str, kept: bool) -> None:
+        """Lease and commit at once, which single rules seldom do to the same chunk."""
+        lease = self.lease(key, worker, owner, 5, keep=True, may_grow=True)
+        if isinstance(lease, Lease):
+            self.commit(lease, set(), kept)
+
+    @rule(target=leases, key=keys, worker=workers, owner=owners)
+    def read_again(self, key: bytes, worker: int, owner: str) -> object:
+        """Lease a chunk that is kept, if any is, to read it from there."""
+        found = [known for known in KEYS if self.cache.kept(known)]
+        return self.lease(found[0] if found else key, worker, owner, 5, keep=False, may_grow=True)
+
     @rule(lease=leases)
     def abandon(self, lease: Lease) -> None:
         """The holder's socket is closed, and it says so: perhaps twice, perhaps after the deadline."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.slots import Answer, MemoryJournal, SlotRecord, SlotState
+from storage.arena.slots import Answer, Lease, MemoryJournal, SlotRecord, SlotState
 from storage.errors import ArenaTooSmall
 from storage.host.processes import ProcessId
 
@@ -211,6 +211,86 @@ def test_leases_of_another_arena_or_restart_are_recognised():
     assert new.lease_id != old.lease_id
     assert after.commit(old.lease_id, 5) is Answer.LATE
     assert ChunkCache(1).commit(new.lease_id, 5) is Answer.UNKNOWN
+
+
+def keeping_cache(kept_slots: int = 1) -> ChunkCache:
+    return ChunkCache(4 + kept_slots, window_slots=4)
+
+
+def keep(cache: ChunkCache, number: int, *, copied: bool = True) -> Lease:
+    """Fetch a chunk that nobody needs any more, and keep it."""
+    lease = cache.lease(key(number), W1, 10, keep=True)
+    assert lease is not None
+    assert cache.commit(lease.lease_id, 5, kept=copied)
+    return lease
+
+
+def test_a_kept_chunk_leaves_the_window_at_once():
+    cache = keeping_cache()
+    keep(cache, 1)
+    assert (cache.in_window(key(1)), key(1) in cache, cache.stats().free_slots) == (False, True, 4)
+
+
+def test_a_chunk_that_was_not_copied_is_not_kept():
+    cache = keeping_cache()
+    keep(cache, 1, copied=False)
+    assert cache.kept(key(1)) is None
+    assert cache.in_window(key(1))
+    assert keep(cache, 2).keep is not None
+
+
+def test_a_kept_chunk_stays_while_a_lease_reads_it():
+    cache = keeping_cache()
+    keep(cache, 1)
+    reading = cache.lease(key(1), W1, 10)
+    assert reading is not None
+    assert reading.read == cache.kept(key(1))
+    assert cache.revoke(reading.lease_id, 0)  # its holder may still be reading
+    other = cache.lease(key(2), W1, 10, keep=True)
+    assert other is not None
+    assert other.keep is None
+    assert cache.shrink(ProcessId(1, 1)) is None
+    assert cache.abandon(reading.lease_id)
+    assert keep(cache, 3).keep is not None
+    assert cache.kept(key(1)) is None
+
+
+def test_a_kept_slot_is_fenced_with_its_lease():
+    cache = keeping_cache()
+    lease = cache.lease(key(1), W1, 10, keep=True)
+    assert lease is not None
+    assert cache.expire(10) == [lease]
+    other = cache.lease(key(2), W1, 20, keep=True)
+    assert other is not None
+    assert other.keep is None
+    assert cache.commit(lease.lease_id, 5, kept=True) is Answer.LATE
+    assert cache.kept(key(1)) is None
+    assert cache.process_dead(W1) == [other]
+    assert keep(cache, 1).keep is not None
+
+
+def test_no_memory_is_taken_while_it_may_not_grow():
+    cache = keeping_cache(2)
+    cache.may_grow = False
+    assert keep(cache, 3).keep is None
+    cache.may_grow = True
+    keep(cache, 1)
+    cache.may_grow = False
+    keep(cache, 2)  # in the memory of the first, which is evicted
+    assert (cache.kept(key(1)), cache.kept(key(2)) is None) == (None, False)
+
+
+def test_memory_that_was_given_back_is_used_last():
+    cache = keeping_cache(2)
+    keep(cache, 1)
+    keep(cache, 2)
+    agent = ProcessId(1, 1)
+    lease = cache.shrink(agent)
+    assert lease is not None
+    assert (cache.kept(key(1)), cache.reclaimable_slots) == (None, 1)
+    cache.shrunk(lease)
+    assert keep(cache, 3).keep.slot == lease.slot
+    assert cache.reclaimable_slots == 2
 
 
 def test_restoring_twice_or_late_is_refused():

@@ -249,6 +249,24 @@ class NodeMachine(RuleBasedStateMachine):
 
 
 TestNodeMachine = NodeMachine.TestCase
+
+
+def test_kept_chunks_stay_until_a_load_that_found_them_has_read_them() -> None:
+    """Another load that keeps as much as fits may not evict them."""
+    node = NodeSimulation(2 * min_slots(1), kept_slots=4)
+    model, other = SimModel((1, 2, 3, 4)), SimModel((5, 6, 7, 8))
+    first = node.add_load(model, {0: range(4)})
+    node.settle()
+    node.end_load(first)
+    again, beside = (node.add_load(each, {0: range(4)}) for each in (model, other))
+    node.start_rank(beside, 0)
+    while not beside.done:
+        node.take_turn(beside.placements[0])
+    node.settle()
+    assert again.done == {0}
+    assert node.fetched == {(each, chunk): 1 for each in (model, other) for chunk in range(4)}
+
+
 TestNodeMachine.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
