@@ -80,6 +80,9 @@ def _new_arena(config: Config, path: str, directory: str) -> Arena:
         )
     reserve = min(config.host_reserve_bytes, LEFT_BYTES)
     check_room(directory, window * config.slot_bytes, promised_bytes=promised, reserve_bytes=reserve)
+    info = os.statvfs(directory)
+    # A limit beyond the file system would only make the header larger.
+    slot_count = max(window, min(slot_count, info.f_blocks * info.f_frsize // config.slot_bytes))
     return Arena.create(path, slot_count=slot_count, slot_bytes=config.slot_bytes, window_slots=window)
 
 

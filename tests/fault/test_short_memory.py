@@ -141,7 +141,7 @@ def tell(uri, **changed):
         said = {"error": type(error).__name__, "said": str(error), "moved": moved, **error.details}
     print(json.dumps(said), flush=True)
 
-tell("s3://models/llama", arena_bytes=1 << 30)
+tell("s3://models/llama", arena_bytes=1 << 30, window_bytes=0)
 client.shutdown(address)
 disconnect()
 tell("s3://models/llama")

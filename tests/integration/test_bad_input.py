@@ -210,7 +210,7 @@ def test_a_gpu_that_torch_cannot_use(checked: Longshore, llama: StoredModel) -> 
 
 
 def test_an_arena_that_shared_memory_cannot_hold(checked: Longshore, llama: StoredModel) -> None:
-    checked.configure(arena_bytes=1 << 50)
+    checked.configure(arena_bytes=1 << 50, window_bytes=1 << 50)
     for _ in range(2):  # each load tries anew: somebody may have enlarged it
         with pytest.raises(cluster.ArenaTooLarge, match="room"):
             cluster.load(llama.uri, device="cpu", **llama.options)

@@ -57,6 +57,13 @@ def test_an_arena_without_a_size_takes_a_quarter_of_the_rest(small_tmpfs: Path) 
             make("two")  # 5 MiB are promised
 
 
+def test_a_limit_beyond_the_file_system_is_no_error(small_tmpfs: Path) -> None:
+    path = arena_path("cluster", "node", str(small_tmpfs))
+    with open_arena(config(1 << 50, window_bytes=MIB), path, str(small_tmpfs))[0] as arena:
+        assert (arena.window_slots, arena.slot_count) == (1, 8)
+        arena.unlink()
+
+
 def test_an_arena_leaves_the_reserve(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.arena.arena_files.available_host_bytes", lambda: 6 * MIB)
     path = arena_path("cluster", "node", str(small_tmpfs))
