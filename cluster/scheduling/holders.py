@@ -92,5 +92,6 @@ class ProvenAccess:
 
         The newest proof of all stays: a kept model without holders must still be readable.
         """
-        kept = (proof for proof in self.proofs if proof.client_id in holder_ids or proof.proven_s >= since_s)
-        return ProvenAccess(tuple(kept) or self.proofs[-1:])
+        older, newest = self.proofs[:-1], self.proofs[-1:]
+        kept = (proof for proof in older if proof.client_id in holder_ids or proof.proven_s >= since_s)
+        return ProvenAccess((*kept, *newest))

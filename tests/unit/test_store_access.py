@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.request import StoreAccess
@@ -23,6 +23,15 @@ events = st.lists(
 )
 
 
+@example(
+    [
+        ("proven", "b", ACCESSES[0]),
+        ("proven", "a", ACCESSES[1]),
+        ("released", "a"),
+        ("pass", 10.0),
+        ("released", "b"),
+    ]
+)
 @given(events)
 def test_newest_proven_access_comes_first_and_one_always_stays(history: list[tuple]) -> None:
     access, now_s, holders = ProvenAccess(), 0.0, {}  # client -> its last access, by time of proof
