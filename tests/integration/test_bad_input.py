@@ -271,7 +271,7 @@ def test_an_agent_of_another_version(longshore: Longshore, llama: StoredModel) -
     for node in ray.nodes():
         longshore.start_other_agent(node["NodeID"])
     options = {"fsdp_size": 2, "device": "cpu", **llama.options}
-    with pytest.raises(cluster.VersionMismatch, match=r"the agent on .* 9\.9\.9 \(protocol 7\)") as refused:
+    with pytest.raises(cluster.VersionMismatch, match=r"the agent on .* 9\.9\.9 \(protocol 6\)") as refused:
         cluster.load(llama.uri, **options)
     assert "longshore release --shutdown" in refused.value.hint
     longshore.assert_nothing_left()
