@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field
 
 from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_ELEMENTS, Header, HeaderTensor, atom_bytes
 from storage.checksum import StoreChecksum
@@ -38,7 +37,14 @@ class Shard:
     unchecked: str = ""  # why the store's checksum is missing
 
 
-Size = Annotated[int, Field(ge=0, le=MAX_ELEMENTS)]  # checked where a manifest is read
+class _SizeBounds:
+    """Bounds of a size for pydantic, which calls this where a manifest is read. Ranks do not import it."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(source), "ge": 0, "le": MAX_ELEMENTS}
+
+
+Size = Annotated[int, _SizeBounds()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Tensor:
     A manifest has these fields of each tensor. Pydantic checks them, and makes this compact object of them.
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, revalidate_instances="always")
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "revalidate_instances": "always"}
 
     name: str
     dtype: str  # safetensors' own name: "BF16", "F32", "F8_E4M3"...
