@@ -73,13 +73,16 @@ def fill(page: str, results: Mapping[str, Any]) -> str:
     return _MARKED.sub(lambda found: f"{found[1]}\n{parts[found[2]]}\n\n{found[4]}", page)
 
 
+NOT_RUN = "There is no whole run of `make bench` with the present data path yet."
+
+
 def marked_parts(results: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of every marked part, by name."""
     loads = results["loads"]
     model, machine = loads["model"], loads["machine"]
     warnings = {
         "The run was interrupted: rows are missing.": loads["partial"],
-        "It was a small run, to see that the benchmark works: its times mean nothing.": "--small" in loads["command"],
+        "It was a small run, to see that the benchmark works. Its times are not shown.": "--small" in loads["command"],
         "Other programs kept the machine busy.": float(machine.get("load before", 0)) > 1,
     }
     note = "".join(f"**{text}**\n" for text, applies in warnings.items() if applies)
@@ -95,6 +98,8 @@ def marked_parts(results: Mapping[str, Any]) -> dict[str, str]:
         "node": node_table(RATES_GB_S, CONNECTION_GB_S),
     }
     parts |= {name: table for name, (_, table) in load_tables(loads).items()}
+    if "--small" in loads["command"]:
+        parts |= dict.fromkeys(("short", "settings", "cores", *load_tables(loads)), NOT_RUN)
     for name in STEPS:
         step = results.get(name, {})
         if "tables" in step:
