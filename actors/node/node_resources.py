@@ -225,7 +225,7 @@ class KeptMemory:
     def make_room(self, host_bytes: int) -> None:
         """Give back so much that tensors of `host_bytes` find memory beside it. Takes the lock."""
         if host_bytes:
-            self._shrink(lambda: self._spare_bytes() >= host_bytes)
+            self._shrink(lambda: self._host_spare_bytes() >= host_bytes)
 
     def _shrink(self, enough: Callable[[], bool]) -> None:
         while not enough():
@@ -238,14 +238,20 @@ class KeptMemory:
                 self._cache.shrunk(lease)
 
     def _spare_bytes(self) -> int:
-        """Return the memory that can be taken before a floor is reached: the host's, Ray's or the file system's."""
+        """Return the memory that kept chunks can take before a floor is reached: the host's or the file system's."""
+        try:
+            return min(self._host_spare_bytes(), free_bytes(self._directory) - self._left_in_shm_bytes)
+        except OSError:
+            return 0
+
+    def _host_spare_bytes(self) -> int:
+        """Return the memory that can be taken before the host's floor, or Ray's threshold, is reached."""
         floor_bytes = min(self._config.host_reserve_bytes, LEFT_BYTES)
         try:
-            spare = [
+            return min(
                 pool.free_bytes - max(floor_bytes, int(pool.total_bytes * (1 - self._left_above)))
                 for pool in memory_pools()
-            ]
-            return min(*spare, free_bytes(self._directory) - self._left_in_shm_bytes)
+            )
         except OSError:
             return 0  # nobody knows: keep nothing more, and give nothing back
 
