@@ -37,8 +37,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    # limit of shared memory per node, window and kept chunks together; 0: a quarter of free /dev/shm, at most 8 GiB
-    arena_bytes: int = Field(0, ge=0)
+    arena_bytes: int = Field(0, ge=0)  # limit of shared memory per node; 0: a quarter of free /dev/shm, at most 8 GiB
     window_bytes: int = Field(0, ge=0)  # shared memory that loads work in; 0: 512 MiB, or all of an arena up to 1 GiB
     cache_idle_s: float = Field(3600.0, ge=0, le=MAX_S)  # kept chunks that nobody used for this long go; 0: they stay
     slot_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # one arena slot: the largest chunk that can be loaded

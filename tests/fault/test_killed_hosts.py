@@ -13,9 +13,9 @@ import pytest
 import ray
 
 import cluster
-from actors.links import NAMESPACE
+from actors.links import NAMESPACE, PackedCalls
 from cluster.fit.needs import min_slots
-from cluster.messages import SlotHolder
+from cluster.messages import SlotHolder, unpack_message
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import MIB, TEST_SETTINGS, Longshore, eventually
 from tests.support.stored_models import StoredModel
@@ -75,7 +75,8 @@ def line(process: subprocess.Popen[str]) -> str:
 def holders(longshore: Longshore) -> list[SlotHolder]:
     found: list[SlotHolder] = []
     for name in longshore.actor_names("agent-"):
-        found += ray.get(ray.get_actor(name, namespace=NAMESPACE).slot_holders.remote(), timeout=60)
+        agent = ray.get_actor(name, namespace=NAMESPACE)
+        found += unpack_message(ray.get(PackedCalls(agent).slot_holders.remote(), timeout=60), "agent", "test")
     return found
 
 

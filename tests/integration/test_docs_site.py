@@ -23,7 +23,7 @@ def test_every_page_builds_without_a_warning(tmp_path: Path) -> None:
     done = build(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "tensor_parallel_size" in (tmp_path / "api/load/index.html").read_text()
-    assert "shared memory per node for chunks" in (tmp_path / "api/config/index.html").read_text()
+    assert "limit of shared memory per node" in (tmp_path / "api/config/index.html").read_text()
     assert "longshore verify" in (tmp_path / "api/command_line/index.html").read_text()
 
 
