@@ -21,8 +21,9 @@ STEPS: dict[str, tuple[str, ...]] = {
     "hashes": ("bench.hashes",),
     "startup": ("bench.startup",),
     "precision": ("bench.precision",),
-    "metrics": ("bench.metrics_cost",),
+    "memory": ("bench.memory",),
     "planning": ("bench.plan_scale",),
+    "tensors": ("bench.plan_scale", "--tensors", "30000"),
     "simulated": ("bench.simulate",),
 }
 SMALL: dict[str, tuple[str, ...]] = {
@@ -30,15 +31,16 @@ SMALL: dict[str, tuple[str, ...]] = {
     "hashes": ("--rounds", "1", "--seconds", "0.05"),
     "startup": ("--rounds", "1"),
     "precision": ("--size", "64MiB"),
-    "metrics": ("--nodes", "2", "--rounds", "2"),
+    "memory": ("--slots", "2", "--rounds", "1"),
     "planning": ("--layers", "1", "--shards", "8", "--layout", "8x16x8"),
+    "tensors": ("--tensors", "300", "--layout", "1x1x1"),
     "simulated": ("--nodes", "1", "--layers", "2"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the steps. Returns the exit code."""
-    parser = new_parser("bench.everything", __doc__, json_option=False)
+    parser = new_parser("bench.everything", __doc__)
     parser.add_argument("--steps", default=",".join(STEPS), help="names with commas")
     parser.add_argument("--small", action="store_true", help="see that it works; its numbers mean nothing")
     parser.add_argument("--out", type=output_folder, default=str(REPOSITORY / "bench" / "out"), help="for the results")

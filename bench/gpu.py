@@ -29,7 +29,7 @@ _HEADINGS = ("contender", "checks", "GB/s", "of the ceiling", "CPU s/GB", "host 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns the exit code."""
-    parser = new_parser("bench.gpu", __doc__, json_option=False)
+    parser = new_parser("bench.gpu", __doc__)
     add_model_options(parser, "8GB", 3)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run")
     parser.add_argument("--only", help="names with commas, of " + ", ".join(ON_DEVICE))

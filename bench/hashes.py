@@ -1,4 +1,4 @@
-"""The cost of each hash on this machine's CPU: `python -m bench.hashes [--json FILE]`.
+"""The cost of each hash on this machine's CPU: `python -m bench.hashes`.
 
     warm   pieces of 1 MiB that are in the core's cache, as on the data path, which hashes what it has just read
     cold   chunks of 8 MiB out of memory, as in a second pass over a chunk
@@ -8,7 +8,6 @@ Each with one thread and with two, which hash different bytes. GB/s is wall time
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import threading
@@ -21,7 +20,7 @@ import numpy as np
 
 from bench.contenders.buffers import in_threads
 from bench.harness.report import markdown_table
-from bench.options import new_parser, positive_float, positive_int, write_json
+from bench.options import new_parser, positive_float, positive_int
 from storage.checksum import HASH_NAMES, MANIFEST_HASH_NAMES, new_hasher
 
 WARM_PIECE_BYTES = 1 << 20
@@ -40,16 +39,13 @@ class HashCost(NamedTuple):
     cpu_s_per_gb: float
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure and print the table. Returns the exit code."""
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print the table."""
     parser = new_parser("bench.hashes", __doc__)
     parser.add_argument("--seconds", type=positive_float, default=0.2, help="of one measurement")
     parser.add_argument("--rounds", type=positive_int, default=5, help="whose median counts")
     options = parser.parse_args(arguments)
-    costs = measure_hashes(options.seconds, options.rounds)
-    print(table(costs))
-    write_json(options.json, {"cpu_count": os.cpu_count(), "hashes": [cost._asdict() for cost in costs]})
-    return 0
+    print(table(measure_hashes(options.seconds, options.rounds)))
 
 
 def measure_hashes(seconds: float, rounds: int) -> list[HashCost]:
@@ -112,4 +108,4 @@ def _measure(name: str, memories: Sequence[memoryview], seconds: float) -> tuple
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""The cost of each way to keep a chunk in shared memory: `python -m bench.memory [--json FILE]`.
+"""The cost of each way to keep a chunk in shared memory: `python -m bench.memory`.
 
     in place    the slot that a chunk was received in stays, so the next chunk needs another one
     copied      the chunk is copied from a warm window to a kept slot, and read back from there
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from bench.harness.report import markdown_table
-from bench.options import new_parser, positive_int, write_json
+from bench.options import new_parser, positive_int
 from storage.arena.arena import Arena
 from storage.arena.arena_files import SHM_DIRECTORY
 
@@ -26,8 +25,8 @@ PIECE_BYTES = 1 << 20
 SLOT_BYTES = 8 << 20
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure and print the table. Returns the exit code."""
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print the table."""
     parser = new_parser("bench.memory", __doc__)
     parser.add_argument("--slots", type=positive_int, default=64, help="of each kind, 8 MiB each")
     parser.add_argument("--rounds", type=positive_int, default=5, help="whose median counts, after one that does not")
@@ -36,8 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
         rounds = [measure(Path(folder), options.slots) for _ in range(1 + options.rounds)][1:]
     costs = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
     print(markdown_table(["operation", "CPU s/GB"], [[name, f"{cost:.2f}"] for name, cost in costs.items()]))
-    write_json(options.json, {"cpu_count": os.cpu_count(), "cpu_s_per_gb": costs})
-    return 0
 
 
 def measure(folder: Path, slots: int) -> dict[str, float]:
@@ -76,4 +73,4 @@ def measure(folder: Path, slots: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

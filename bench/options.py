@@ -13,22 +13,18 @@ from cluster.errors import ConfigError
 from cluster.units import parse_bytes
 
 
-def new_parser(module: str, doc: str | None, *, json_option: bool = True) -> argparse.ArgumentParser:
+def new_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of `python -m MODULE`, described by the first line of its docstring."""
-    parser = argparse.ArgumentParser(
+    return argparse.ArgumentParser(
         f"python -m {module}",
         description=(doc or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    if json_option:
-        parser.add_argument("--json", type=Path, help="write the results to this file too")
-    return parser
 
 
-def write_json(path: Path | None, found: object) -> None:
-    """Write the results to that file, when there is one."""
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+def write_json(path: Path, found: object) -> None:
+    """Write results, such as those that `bench.page` takes into the documentation."""
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def add_model_options(parser: argparse.ArgumentParser, size_default: str | None, rounds: int | None) -> None:

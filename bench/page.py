@@ -17,7 +17,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench.capacity import CONNECTION_GB_S, RATES_GB_S, cores_table, node_table, path_costs
 from bench.everything import STEPS
 from bench.harness.report import load_tables, markdown_table, ours, pairs
 from bench.harness.rounds import REPOSITORY
@@ -32,7 +31,7 @@ _MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the pages and the figure. Returns the exit code."""
-    parser = new_parser("bench.page", __doc__, json_option=False)
+    parser = new_parser("bench.page", __doc__)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench" / "out", help="where the steps left results")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
     parser.add_argument("--check", action="store_true", help="write nothing, and fail where a page is out of date")
@@ -94,17 +93,17 @@ def marked_parts(results: Mapping[str, Any]) -> dict[str, str]:
         "short": note + short_table(loads),
         "settings": _settings_table(loads),
         "cores": f"{note}From `{loads['command']}` of {machine['date']} on {machine['processor']}.\n\n"
-        + cores_table(path_costs(loads), RATES_GB_S),
-        "node": node_table(RATES_GB_S, CONNECTION_GB_S),
+        + cores_table(loads),
+        "node": node_table(),
     }
     parts |= {name: table for name, (_, table) in load_tables(loads).items()}
     if "--small" in loads["command"]:
         parts |= dict.fromkeys(("short", "settings", "cores", *load_tables(loads)), NOT_RUN)
     for name in STEPS:
-        step = results.get(name, {})
-        if "tables" in step:
+        if "tables" in (step := results.get(name, {})):
             text = f"`{step['command']}`: {pairs(step['machine'])}; it took {step['seconds']:.0f} s."
             parts[name] = "\n\n".join([text, *step["tables"]])
+        parts.setdefault(name, "Not measured yet.")
     return parts
 
 
@@ -117,7 +116,7 @@ def short_table(loads: Mapping[str, Any]) -> str:
             ("runai", "each rank reads all files with Run:ai's streamer"),
             ("obstore_whole", "each rank reads all tensors with obstore"),
             ("obstore_rows", "each rank reads only its rows with obstore"),
-            ("download_obstore", "one download to tmpfs, then safetensors slices"),
+            ("download", "one download to tmpfs, then safetensors slices"),
         ):
             mine, other = ours(loads, scene, warm_or_cold), cases.get(f"{name}@{scene}", {}).get(warm_or_cold)
             if mine and other:
@@ -145,6 +144,59 @@ def _settings_table(loads: Mapping[str, Any]) -> str:
     found = {entry["contender"]: (entry["title"], entry["setting"]) for entry in reversed(loads["entries"])}
     rows = [(title, f"`{json.dumps(setting)}`") for title, setting in reversed(found.values()) if setting]
     return markdown_table(("contender", "best setting" if loads["tuned"] else "setting, not tuned"), rows)
+
+
+# -- cores, link and memory that a node needs for a rate ---------------------------------------------------------
+#
+# A load costs processor seconds that do not depend on its size, and some for each GB. Both follow from warm loads of
+# two sizes. The rest is arithmetic.
+
+RATES_GB_S = (1.0, 5.0, 12.5, 50.0)
+CONNECTION_GB_S = 0.1  # of one connection to the store
+CHUNK_BYTES = 8 << 20
+WIRE_BITS = 8 * 1538 / 1448  # bits on an Ethernet of 1,500-byte frames for each byte of an answer
+# Bytes of memory traffic for each byte loaded: the card writes, the kernel's copy out of the socket reads and writes,
+# the hash reads what is in the processor's cache, and a copy out of the arena reads and writes.
+ARENA_TRAFFIC, DIRECT_TRAFFIC = 5, 3
+# title, contender, scene and the suffix of its cases
+PATHS = (
+    ("through the arena, BLAKE3", "longshore_arena", "tp4/http", ""),
+    ("through the arena, not verified", "longshore_arena", "tp4/http", "_unverified"),
+    ("direct, BLAKE3", "longshore_direct", "fsdp4/http", ""),
+    ("direct, not verified", "longshore_direct", "fsdp4/http", "_unverified"),
+    ("through the arena, BLAKE3, TLS", "longshore_arena", "tp4/https", ""),
+    ("direct, BLAKE3, TLS", "longshore_direct", "fsdp4/https", ""),
+)
+
+
+def cores_table(loads: Mapping[str, Any]) -> str:
+    """Return the cores that each path keeps busy at each rate, in Markdown. Only paths measured with two sizes count.
+
+    `loads`: as results.json has them.
+    """
+    cases = {entry["id"]: entry["cases"] for entry in loads["entries"]}
+    rows = []
+    for title, contender, scene, suffix in PATHS:
+        found = cases.get(f"{contender}@{scene}", {})
+        whole, part = found.get(f"warm{suffix}"), found.get(f"part{suffix}")
+        if whole and part and whole["bytes"] > part["bytes"]:
+            slope = (whole["cpu_s"] - part["cpu_s"]) / (whole["bytes"] - part["bytes"]) * 1e9  # CPU s/GB
+            fixed_s = part["cpu_s"] - slope * part["bytes"] / 1e9
+            rows.append((title, f"{fixed_s:.2f}", f"{slope:.2f}", *(f"{rate * slope:.1f}" for rate in RATES_GB_S)))
+    cores = (f"cores at {rate:g} GB/s" for rate in RATES_GB_S)
+    return markdown_table(("path", "CPU s a load", "CPU s/GB", *cores), rows)
+
+
+def node_table() -> str:
+    """Return link, requests and memory of a node at each rate, in Markdown."""
+    rows = []
+    for rate in RATES_GB_S:
+        requests = max(1, round(rate / CONNECTION_GB_S))
+        in_flight = f"{requests * CHUNK_BYTES / 2**30:.2f} GiB"
+        traffic = f"{rate * ARENA_TRAFFIC:g} / {rate * DIRECT_TRAFFIC:g} GB/s"
+        rows.append((f"{rate:g} GB/s", f"{rate * WIRE_BITS:.1f} Gbit/s", str(requests), in_flight, traffic))
+    head = ("rate", "on the wire", "requests in flight", "chunks in flight", "memory traffic, arena / direct")
+    return markdown_table(head, rows)
 
 
 # -- the figure ------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.harness.report import markdown_table
 from bench.huge_model import MOE_RULES, SMALL_RULES, MoeShape, moe_manifest, node_job, write_small_tensors
-from bench.options import new_parser, positive_int, write_json
+from bench.options import new_parser, positive_int
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import parse_rules
 from cluster.planning.make_plan import build_load_plan
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 DEFAULT_LAYOUTS = ("8x16x8", "8x128x1", "1x1024x1")
 SMALL_LAYOUTS = ("1x1x1", "1x4x1", "4x1x1")  # of the model of many small tensors
 RUNS = 3  # of each part, for its processor time
-MIB = 1 << 20
 SLOTS = 256  # of the agent's arena; only their records exist here
 
 
@@ -105,7 +104,7 @@ def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     ranks = tuple(range(min(ranks_per_node, len(packed.ranks))))
     stages = Stages()
     job = node_job(packed.shared, ranks)
-    ledger = NodeLedger(ChunkCache(max(SLOTS, job.min_slots)), 16 * MIB)
+    ledger = NodeLedger(ChunkCache(max(SLOTS, job.min_slots)), 16 << 20)
     with stages.stage("begin"):
         ledger.begin(job, 0.0)
     report = ledger.report("load", "node", "host")
@@ -318,7 +317,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks-per-node", type=positive_int, default=8, help="of the agent's node")
     parser.add_argument("--layers", type=positive_int, default=MoeShape.layers, help="fewer make a smaller model")
     parser.add_argument("--shards", type=positive_int, default=MoeShape.shards, help="files of the model")
-    parser.add_argument("--chunk-mib", type=positive_int, default=16, help="the most bytes of a chunk")
     parser.add_argument("--tensors", type=positive_int, help="measure a model of so many tensors of 1 kB instead")
     args = parser.parse_args(arguments)
     if args.tensors:
@@ -326,13 +324,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             small = measure_small(Path(name), args.tensors, args.layout or list(SMALL_LAYOUTS))
         print(f"{args.tensors:,} tensors of 1 kB; of one tensor and rank: processor time, peak memory\n")
         print(small_table(small, args.tensors))
-        write_json(args.json, {"tensors": args.tensors, "layouts": small})
         return
     layouts = args.layout or list(DEFAULT_LAYOUTS)
     shape = MoeShape(layers=args.layers, shards=args.shards)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        manifest = moe_manifest(shape, chunk_bytes=args.chunk_mib * MIB)
+        manifest = moe_manifest(shape)
         (folder / "manifest.json").write_bytes(manifest.to_json())
         (folder / "config.json").write_text(shape.config().model_dump_json())
         model = {"tensors": len(manifest.tensors), "shards": len(manifest.shards)}
@@ -346,7 +343,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{args.ranks_per_node} ranks per node\n"
     )
     print(table(found))
-    write_json(args.json, {"model": model, "layouts": found})
 
 
 if __name__ == "__main__":

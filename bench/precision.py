@@ -1,4 +1,4 @@
-"""The cost of converting while loading: `python -m bench.precision --size 2GB` prints a table, `--json FILE` writes it.
+"""The cost of converting while loading: `python -m bench.precision [--size 2GB]`.
 
 A Llama-shaped bfloat16 checkpoint in tmpfs, more than nine tenths of it in linear layers, is loaded into host memory
 once per precision, each time by one rank in a process of its own. Memory is the process's own, without the arena, above
@@ -8,7 +8,6 @@ what it had when everything was imported: tensors, staging, and everything else.
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -18,19 +17,18 @@ from typing import Any
 
 from bench.harness.report import markdown_table
 from bench.harness.run_folder import run_folder
-from bench.options import new_parser, size, write_json
+from bench.options import new_parser, size
 from cluster.command_line.demo import write_llama_checkpoint
 from cluster.units import show_bytes
 
 PRECISIONS = (("auto", ""), ("float16", ""), *(("auto", to) for to in ("fp8", "fp8_tensor", "int8", "nf4", "int4")))
-INT4_PART = 0.45  # of the bfloat16 size: the most that loading int4 may take beside the arena
 _SIZES: dict[str, Any] = {"hidden": 2048, "intermediate": 5632, "heads": 16, "kv_heads": 4, "vocab": 8000}
 _LAYER_BYTES = 2 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 5632 * 2048)
 _SAMPLE_S = 0.002
 
 
-def main() -> int:
-    """Measure every precision, each in a child. Returns 1 when int4 takes more than it may."""
+def main() -> None:
+    """Measure every precision, each in a child, and print the table."""
     parser = new_parser("bench.precision", __doc__)
     parser.add_argument("--size", type=size, default="1GiB", help="of the bfloat16 checkpoint")
     parser.add_argument("--folder", type=Path, default="/dev/shm", help="for the checkpoint")
@@ -44,8 +42,6 @@ def main() -> int:
                 rows.append(pool.submit(measure, folder, dtype, quantization).result())
             print(f"{rows[-1]['precision']}: {rows[-1]['load_s']:.1f} s", flush=True)
     print(table(rows))
-    write_json(args.json, rows)
-    return int(rows[-1]["part_of_stored"] >= INT4_PART)
 
 
 def measure(folder: Path, dtype: str, quantization: str) -> dict[str, Any]:
@@ -103,4 +99,4 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -35,8 +35,7 @@ from cluster.joining.patience import sigterm_interrupts
 SIZE, SMALL_SIZE = "1GB", "40MB"
 ROUNDS = 3
 _LIMITS, _OURS = ("limit_arena", "limit_direct"), ("longshore_arena", "longshore_direct")
-_BY_RANK, _DOWNLOADS = ("runai", "obstore_whole", "obstore_rows"), ("download_obstore", "download_crt")
-_HTTP = (*_LIMITS, *_OURS, *_BY_RANK, *_DOWNLOADS)
+_HTTP = (*_LIMITS, *_OURS, "runai", "obstore_whole", "obstore_rows", "download")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def _fsdp(ranks: int) -> dict[str, int]:
     return {"fsdp_size": ranks}
 
 
-_LINKED = ("longshore_arena", "runai", "obstore_rows", "download_obstore")
+_LINKED = ("longshore_arena", "runai", "obstore_rows", "download")
 SCENES = (
     Scene("tp2/http", "Tensor parallel over 2 ranks", _tp(2), _HTTP),
     Scene("tp4/http", "Tensor parallel over 4 ranks", _tp(4), _HTTP),
@@ -160,7 +159,7 @@ def choose(patterns: Sequence[str]) -> list[Entry]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("bench.run", __doc__, json_option=False)
+    parser = new_parser("bench.run", __doc__)
     # The defaults of --size and --rounds depend on --small.
     add_model_options(parser, None, None)
     parser.add_argument("--only", default="*", help="patterns: 'longshore_*@tp4/http', 'tp8/http,tp4/*mbit', 'runai'")

@@ -40,7 +40,6 @@ class Rates:
     worker_bytes_s: float = 2 * GB  # a worker process takes in and verifies
     pcie_bytes_s: float = 25 * GB  # of each device
     latency_s: float = 0.03  # of a request, to its first byte
-    jitter: float = 0.0  # the latency varies by this fraction, either way
     exchange_s: float = 0.001  # a message of a rank to its agent, and the answer
     heartbeat_s: float = 1.0
     threads: int = 32  # requests at once, per rank
@@ -59,17 +58,15 @@ class SimNode:
         rates: Rates,
         slot_bytes: int,
         copies: int = 1,
-        seed: int = 0,
     ) -> None:
         """`ranks`: rank of the plan -> chunk -> bytes that it copies (see `place_bytes`)."""
         self.network = network
         self.rates = rates
         self.copies = copies
-        self.chance = random.Random(seed)
         self.sizes: list[int] = plan.chunks.sizes_bytes().tolist()
         self.link = NodeLink(rates.nic_bytes_s, copies)
         network.nodes.append(self.link)
-        self.ledger = NodeLedger(ChunkCache(rates.arena_slots), slot_bytes, chance=random.Random(seed))
+        self.ledger = NodeLedger(ChunkCache(rates.arena_slots), slot_bytes, chance=random.Random(0))
         self.ranks = [SimRank(self, rank, index, places) for index, (rank, places) in enumerate(ranks.items())]
         self.finished_s = 0.0
         self._job = node_job(pack_shared(plan), tuple(ranks))
@@ -138,8 +135,7 @@ class SimRank:
         """Start the requests, the copy and the message that may start now."""
         state, network, now_s = self.state, self.node.network, self.node.network.now_s
         while (lease := state.next_lease(now_s)) is not None:
-            jitter = self.node.rates.jitter * (2 * self.node.chance.random() - 1)
-            network.after(self.node.rates.latency_s * (1 + jitter), self._request(lease))
+            network.after(self.node.rates.latency_s, self._request(lease))
         if not state.copying and (chunks := state.next_chunks(PLACE_BATCH, now_s)):
             sizes_bytes = {chunk: self._place_bytes[chunk] for chunk, _ in chunks}
             copy_s = sum(sizes_bytes.values()) / self.node.rates.pcie_bytes_s

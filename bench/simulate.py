@@ -4,19 +4,18 @@ The plan, the assignment of ranks, leases, cache and messages between ranks and 
 virtual clock. Stated, not measured: the rates of store, connection, NIC, worker and PCIe, and that bandwidth is shared
 max-min fairly. Not in it: starting processes, planning, failures, and the search for the number of requests.
 
-Every node loads all of the model. Such nodes are equal, so one stands in for all: exact while `--jitter` is 0.
+Every node loads all of the model. Such nodes are equal, so one stands in for all.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from bench.harness.report import markdown_table
 from bench.huge_model import DenseShape, dense_index
-from bench.options import float_from_zero, new_parser, positive_float, positive_int, write_json
+from bench.options import float_from_zero, new_parser, positive_float, positive_int
 from bench.sim_flows import Network
 from bench.sim_node import GB, Rates, SimNode, place_bytes
 from cluster.errors import ConfigError, PlanError
@@ -26,7 +25,7 @@ from cluster.planning.make_plan import build_load_plan, needed_chunks
 from cluster.planning.plan import LoadPlan
 from cluster.scheduling.topology import NodeInfo, assign_ranks, ranks_by_node
 
-MIB = 1 << 20
+CHUNK_BYTES = 8 << 20  # the most of one
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Case:
     slow_node: float = 1.0
     slow_worker: float = 1.0
     stand_ins: bool = True  # False: simulate every single node
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class Result:
     store_bytes: int  # all nodes together
     store_rate_bytes_s: float
     slow_worker_share: float  # of its node's bytes that the slow worker fetched; an equal share when there is none
-    exact: bool  # every node was simulated, or stood for by one that is equal to it
 
 
 class Model:
@@ -94,17 +91,16 @@ def simulate(model: Model, case: Case, rates: Rates) -> Result:
     for number, copies in groups:
         slow = replace(rates, nic_bytes_s=rates.nic_bytes_s / case.slow_node, slow_worker=case.slow_worker)
         places = {rank: model.places(plan, rank) for rank in by_node[number]}
-        seed = case.seed * 100_003 + number
-        nodes.append(SimNode(network, plan, places, rates if number else slow, model.chunk_bytes, copies, seed))
+        nodes.append(SimNode(network, plan, places, rates if number else slow, model.chunk_bytes, copies))
     for node in nodes:
         node.begin()
     network.run()
     if not all(node.complete for node in nodes):
         raise RuntimeError("the simulated load came to a standstill")
-    return _result(case, rates, plan, nodes, rates.jitter == 0 or len(nodes) == case.nodes)
+    return _result(case, rates, plan, nodes)
 
 
-def _result(case: Case, rates: Rates, plan: LoadPlan, nodes: Sequence[SimNode], exact: bool) -> Result:
+def _result(case: Case, rates: Rates, plan: LoadPlan, nodes: Sequence[SimNode]) -> Result:
     load_s = max(node.finished_s for node in nodes)
     store_bytes = sum(rank.fetched_bytes * node.copies for node in nodes for rank in node.ranks)
     ideals: dict[str, float] = {"store": store_bytes / rates.store_bytes_s}
@@ -133,18 +129,17 @@ def _result(case: Case, rates: Rates, plan: LoadPlan, nodes: Sequence[SimNode], 
         store_bytes=store_bytes,
         store_rate_bytes_s=store_bytes / load_s,
         slow_worker_share=first.ranks[0].fetched_bytes / sum(rank.fetched_bytes for rank in first.ranks),
-        exact=exact,
     )
 
 
 def table(rows: Sequence[tuple[str, Result]]) -> str:
     """Return the results in Markdown."""
-    head = ("case", "nodes", "load", "ideal", "limit", "efficiency", "store out", "slow worker's share", "exact")
+    head = ("case", "nodes", "load", "ideal", "limit", "efficiency", "store out", "slow worker's share")
     shown = []
     for name, row in rows:
         times = (f"{row.load_s:.2f} s", f"{row.ideal_s:.2f} s", row.bottleneck, f"{row.efficiency:.2f}")
         rest = (f"{row.store_rate_bytes_s / GB:,.0f} GB/s", f"{row.slow_worker_share:.3f}")
-        shown.append((name, f"{row.nodes:,}", *times, *rest, "yes" if row.exact else "no"))
+        shown.append((name, f"{row.nodes:,}", *times, *rest))
     return markdown_table(head, shown)
 
 
@@ -156,7 +151,6 @@ _RATES: dict[str, tuple[str, float, Callable[[str], float], str]] = {
     "worker": ("worker_bytes_s", GB, positive_float, "GB/s that a worker verifies"),
     "pcie": ("pcie_bytes_s", GB, positive_float, "GB/s to each device"),
     "latency-ms": ("latency_s", 1e-3, float_from_zero, "to the first byte"),
-    "jitter": ("jitter", 1, float_from_zero, "of the latency, as a fraction"),
     "exchange-ms": ("exchange_s", 1e-3, float_from_zero, "rank to agent and back"),
     "threads": ("threads", 1, positive_int, "requests at once, per rank"),
     "arena-slots": ("arena_slots", 1, positive_int, "of a node"),
@@ -171,16 +165,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         value = getattr(Rates, field)
         parser.add_argument(f"--{name}", dest=field, type=kind, default=value / unit if unit != 1 else value, help=text)
     parser.add_argument("--ranks-per-node", type=positive_int, default=Case.ranks_per_node, help="one per GPU")
-    parser.add_argument("--seed", type=int, default=Case.seed, help="of the jitter")
-    parser.add_argument("--chunk-mib", type=positive_int, default=8, help="the most bytes of a chunk")
     parser.add_argument("--layers", type=positive_int, default=DenseShape.layers, help="of a model like Llama 70B")
     parser.add_argument("--slow", type=positive_float, default=4.0, help="times that the slow NIC or worker is slower")
     args = parser.parse_args(arguments)
     if args.arena_slots < (least := min_slots(args.ranks_per_node)):
         parser.error(f"argument --arena-slots: {args.ranks_per_node} ranks on a node need {least} or more")
     rates = Rates(**{field: getattr(args, field) * unit for field, unit, _, _ in _RATES.values()})
-    model = Model(DenseShape(layers=args.layers), args.chunk_mib * MIB)
-    even = Case(nodes=1, ranks_per_node=args.ranks_per_node, seed=args.seed)
+    model = Model(DenseShape(layers=args.layers), CHUNK_BYTES)
+    even = Case(nodes=1, ranks_per_node=args.ranks_per_node)
     begun_s = time.perf_counter()
     rows = []
     for name, change in (
@@ -196,13 +188,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{model.index.size_bytes / GB:.1f} GB in {len(model.index.chunks):,} chunks, on every node\n")
     print(table(rows))
     print(f"\nsimulated in {time.perf_counter() - begun_s:.0f} s")
-    data: dict[str, Any] = {"model_bytes": model.index.size_bytes, "chunks": len(model.index.chunks)}
-    data |= {
-        "rates": asdict(rates),
-        "case": asdict(even),
-        "rows": [{"case": name, **asdict(row)} for name, row in rows],
-    }
-    write_json(args.json, data)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Parts of contenders: ranges of files, threads, memory that malloc keeps, and the comparison with the files."""
+"""Parts of contenders: ranges of files, threads, memory that malloc keeps, Run:ai's streamer, the comparison."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,22 @@ def keep_freed_memory() -> None:
     _libc.mallopt(_M_MMAP_MAX, 0)
     _libc.mallopt(_M_ARENA_MAX, 1)  # memory that one thread freed serves the others
     _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def set_runai_variables(options: Mapping[str, Any]) -> None:
+    """Set the streamer's variables that a setting names, before it is imported. Those of the user are dropped."""
+    for name in [name for name in os.environ if name.startswith("RUNAI_STREAMER_")]:
+        del os.environ[name]
+    os.environ.update({name: str(value) for name, value in options.items() if name.startswith("RUNAI_STREAMER_")})
+
+
+def runai_tensors(uris: list[str], device: str, **options: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all tensors, as the streamer delivers them to that device of torch."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(uris, device=device, **options)
+        yield from streamer.get_tensors()
 
 
 def file_tensors(file: memoryview, target: Any) -> Iterator[tuple[str, Any]]:

@@ -8,8 +8,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from bench.contenders.buffers import check_tensors, file_ranges, file_tensors, in_threads, map_file, read_exactly
-from bench.contenders.model_loaders import fastsafetensors_tensors, runai_tensors, set_runai_variables
+from bench.contenders.buffers import (
+    check_tensors,
+    file_ranges,
+    file_tensors,
+    in_threads,
+    map_file,
+    read_exactly,
+    runai_tensors,
+    set_runai_variables,
+)
 from bench.contenders.ours import load_rank, model_uri, node_agent
 from bench.harness.contender import NotRunnable, Spec
 from bench.harness.measure import Measured, measured, settle
@@ -197,7 +205,26 @@ def load_runai(spec: Spec) -> None:
 
 def load_fast(spec: Spec) -> None:
     """Load with fastsafetensors."""
-    import fastsafetensors  # noqa: F401
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
-    device, buffer_kb = _open(spec), spec.options["bounce_mib"] << 10
-    _measure(spec, device, lambda _: fastsafetensors_tensors(spec, device.name, bbuf_size_kb=buffer_kb))
+    device, options = _open(spec), spec.options
+
+    def load(_: Measured) -> Tensors:
+        loader = SafeTensorsFileLoader(
+            SingleGroup(),
+            device=device.name,
+            nogds=True,  # files in tmpfs have no direct storage
+            max_threads=options["threads"],
+            bbuf_size_kb=options["bounce_mib"] << 10,
+        )
+        try:
+            loader.add_filenames({0: [file.path for file in spec.files]})
+            buffers = loader.copy_files_to_device(max_copy_block_size=options["block_mib"] << 20)
+            try:
+                return {name: buffers.get_tensor(name) for name in loader.get_keys()}
+            finally:
+                buffers.close()  # its tensors share the memory and stay valid
+        finally:
+            loader.close()
+
+    _measure(spec, device, load)

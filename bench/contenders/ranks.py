@@ -16,12 +16,10 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from bench.harness.contender import Spec
 
@@ -87,7 +85,7 @@ def rank_slices(spec: Spec) -> list[list[Slice]]:
 
 
 def _load(spec: Spec, ranks: list[subprocess.Popen[str]]) -> None:
-    if spec.options["method"].startswith("download"):
+    if spec.options["method"] == "download":
         _ask(ranks[:1], "download")
     _ask(ranks, "load")
 
@@ -122,21 +120,20 @@ def main() -> None:
     from bench.contenders.buffers import keep_freed_memory
 
     keep_freed_memory()
-    method, download = spec.options["method"], None
+    method = spec.options["method"]
     load: Callable[[], Held]
     if method == "runai":
         load = _prepare_runai(spec, slices)
     elif method.startswith("obstore"):
         load = _prepare_obstore(spec, slices, whole=method == "obstore_whole")
     else:
-        download = {"download_obstore": download_obstore, "download_crt": download_crt}.get(method)
-        load = _prepare_safetensors(spec, folder if download else None, slices)
+        load = _prepare_safetensors(spec, folder if method == "download" else None, slices)
     held: Held = {}
     for line in sys.stdin:
         command = line.strip()
         if command == "load":
             held = load()
-        elif command == "download" and download is not None:
+        elif command == "download":
             download(spec, folder)
         elif command == "check":
             check_slices(spec, slices, held)
@@ -147,7 +144,7 @@ def main() -> None:
 
 def _prepare_runai(spec: Spec, slices: list[Slice]) -> Callable[[], Held]:
     """Stream all files with Run:ai's model streamer and keep the rank's slices, as vLLM's loader does."""
-    from bench.contenders.model_loaders import runai_tensors, set_runai_variables
+    from bench.contenders.buffers import runai_tensors, set_runai_variables
 
     set_s3_environment(spec)
     set_runai_variables({"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": 0, **spec.options})
@@ -253,7 +250,7 @@ def obstore_store(spec: Spec) -> Any:
     return S3Store(spec.bucket, virtual_hosted_style_request=False, client_options=client_options)
 
 
-def download_obstore(spec: Spec, folder: Path) -> None:
+def download(spec: Spec, folder: Path) -> None:
     """Download every file with range requests of obstore. The pages of files that are there are used again."""
     import obstore
 
@@ -271,48 +268,6 @@ def download_obstore(spec: Spec, folder: Path) -> None:
     in_threads(options["tasks"], work)
     for file in files:
         os.close(file)
-
-
-def download_crt(spec: Spec, folder: Path) -> None:
-    """Let the S3 client of AWS' common runtime write every object into a file, without Python."""
-    from awscrt.http import HttpHeaders, HttpRequest
-    from awscrt.s3 import S3RequestType
-
-    client = _crt_client(spec)
-    host = urlsplit(spec.endpoint).netloc
-    free = threading.BoundedSemaphore(spec.options["files"])
-    running = []
-    for file in spec.files:
-        free.acquire()
-        request = HttpRequest("GET", f"/{spec.bucket}/{file.key}", HttpHeaders([("host", host)]))
-        done = client.make_request(
-            type=S3RequestType.GET_OBJECT,
-            request=request,
-            on_done=lambda **_: free.release(),
-            recv_filepath=str(folder / Path(file.path).name),
-        )
-        running.append(done)
-    for done in running:
-        done.finished_future.result()
-
-
-def _crt_client(spec: Spec) -> Any:
-    from awscrt.auth import AwsCredentialsProvider
-    from awscrt.io import ClientBootstrap, DefaultHostResolver, EventLoopGroup
-    from awscrt.s3 import S3Client, S3RequestTlsMode, create_default_s3_signing_config
-
-    options = spec.options
-    loops = EventLoopGroup(options.get("threads", 0))  # 0: awscrt decides
-    keys = AwsCredentialsProvider.new_static(ACCESS_KEY, SECRET_KEY)
-    return S3Client(
-        bootstrap=ClientBootstrap(loops, DefaultHostResolver(loops)),
-        region=REGION,
-        tls_mode=S3RequestTlsMode.DISABLED,
-        signing_config=create_default_s3_signing_config(region=REGION, credential_provider=keys),
-        part_size=options["part_mib"] << 20,
-        throughput_target_gbps=float(options["gbps"]),
-        max_active_connections_override=options["connections"] or None,
-    )
 
 
 # -- the comparison --------------------------------------------------------------------------------------------

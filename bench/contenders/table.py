@@ -40,14 +40,10 @@ RUNAI_S3_SETTINGS = _runai(
 RUNAI_FILE_SETTINGS = _runai(
     *({"CONCURRENCY": 2}, {"CONCURRENCY": 4}, {"CONCURRENCY": 16}), {"CONCURRENCY": 2, "MEMORY_LIMIT": 400_000_000}
 )
-# 0 connections: as many as that many Gbit/s take, which is the client's default with 10
-CRT_SETTINGS = _settings(
-    "gbps part_mib connections files threads", (10, 8, 4, 4), (10, 8, 0, 4), (100, 8, 0, 4), (10, 8, 4, 1, 1)
-)
 
 # -- the contenders; `bench.run` says which of them are in a scene ---------------------------------------------
 
-CRT, OBSTORE, RUNAI = ("torch", "awscrt", "safetensors"), ("obstore",), ("torch", "runai_model_streamer")
+OBSTORE, RUNAI = ("obstore",), ("torch", "runai_model_streamer")
 ST, DOWNLOAD = ("torch", "safetensors"), ("torch", "obstore", "safetensors")
 
 
@@ -82,12 +78,7 @@ _ALL = (
     _alternative("obstore_whole", "each rank: obstore, all tensors", RANGE_SETTINGS, OBSTORE, "obstore_whole"),
     _alternative("obstore_rows", "each rank: obstore, only the rows it needs", RANGE_SETTINGS, OBSTORE, "obstore_rows"),
     _alternative(
-        *("download_obstore", "one download to tmpfs (obstore), then safetensors slices", RANGE_SETTINGS, DOWNLOAD),
-        "download_obstore",
-    ),
-    _alternative(
-        *("download_crt", "one download to tmpfs (AWS CRT), then safetensors slices", CRT_SETTINGS, CRT),
-        "download_crt",
+        *("download", "one download to tmpfs (obstore), then safetensors slices", RANGE_SETTINGS, DOWNLOAD, "download")
     ),
     _alternative("safetensors", "each rank: safetensors slices", ({},), ST, "safetensors"),
     _alternative("runai_file", "each rank: Run:ai streamer, all files", RUNAI_FILE_SETTINGS, RUNAI, "runai"),

@@ -15,7 +15,7 @@ import psutil
 HEADINGS = ("", "checks", "seconds (min-max)", "of it until ready", "over ours", "CPU s/GB", "store bytes / model")
 PACKAGES = (
     *("longshore", "ray", "torch", "numpy", "blake3", "xxhash", "safetensors"),
-    *("runai-model-streamer", "runai-model-streamer-s3", "obstore", "awscrt", "fastsafetensors"),
+    *("runai-model-streamer", "runai-model-streamer-s3", "obstore", "fastsafetensors"),
 )
 GROUPS = {"warm": "warm: processes run, memory was used before", "cold": "cold: processes started by the load"}
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2500)]
 ROOT = Path(__file__).resolve().parents[2]
 # each kind of contender once, from each source; peers that are not installed must say so
 LINES = "limit_arena@tp2/http,limit_direct@fsdp2/file,longshore_arena@tp2/http,longshore_direct@fsdp2/file"
-PEERS = "runai@tp2/http,obstore_rows@tp4/https,obstore_whole@tp2/http,download_*@tp2/http,safetensors@fsdp2/file"
+PEERS = "runai@tp2/http,obstore_rows@tp4/https,obstore_whole@tp2/http,download@tp2/http,safetensors@fsdp2/file"
 
 
 @pytest.fixture(scope="module")

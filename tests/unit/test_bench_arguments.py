@@ -18,8 +18,6 @@ from bench.options import output_folder, size
         "bench.gpu --size 0",
         "bench.gpu --out /proc/nothing",
         "bench.gpu --only nosuch",
-        "bench.capacity --rates 0",
-        "bench.capacity --results /nowhere",
         "bench.everything --steps loads,nosuch",
         "bench.hashes --rounds 0",
         "bench.hashes --seconds 0",

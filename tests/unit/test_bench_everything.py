@@ -28,11 +28,11 @@ def test_a_step_that_fails_is_named_and_the_others_go_on(
     (tmp_path / "good.py").write_text("print('| a |\\n| - |')\n")
     (tmp_path / "bad.py").write_text("raise SystemExit(3)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(bench.everything, "STEPS", {"hashes": ("bad",), "metrics": ("good", "--any")})
-    assert main(["--steps", "hashes,metrics", "--out", str(tmp_path / "out")]) == 1
+    monkeypatch.setattr(bench.everything, "STEPS", {"hashes": ("bad",), "memory": ("good", "--any")})
+    assert main(["--steps", "hashes,memory", "--out", str(tmp_path / "out")]) == 1
     assert "failed: hashes" in capfd.readouterr().out
     assert not (tmp_path / "out" / "hashes.json").exists()
-    found = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    found = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert found["tables"] == ["| a |\n| - |"]
     assert found["command"] == "python -m good --any"
 

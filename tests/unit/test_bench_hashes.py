@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from bench import hashes
@@ -25,8 +22,6 @@ def test_every_hash_is_measured_in_every_case() -> None:
     assert len(table(costs).splitlines()) == 2 + len(HASH_NAMES)
 
 
-def test_json_has_the_same_numbers_as_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seconds", "0.002", "--rounds", "1", "--json", str(tmp_path / "hashes.json")]) == 0
-    found = json.loads((tmp_path / "hashes.json").read_text())
-    assert {cost["name"] for cost in found["hashes"]} == HASH_NAMES
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--seconds", "0.002", "--rounds", "1"])
     assert "| blake3 |" in capsys.readouterr().out

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import bench.page
 from bench.everything import STEPS
-from bench.page import DOCS, PAGES, collect, fill, main
+from bench.page import DOCS, PAGES, collect, cores_table, fill, main, node_table
 from bench.run import SCENES
 
+GB = 10**9
 RESULTS = json.loads((DOCS / "benchmarks.json").read_text())
 
 
@@ -48,3 +50,21 @@ def test_loads_of_some_scenes_do_not_replace_the_page(tmp_path: Path) -> None:
     loads = {**RESULTS["loads"], "scenes": {"tp4/http": {"title": "", "ranks": 4}}}
     (tmp_path / "results.json").write_text(json.dumps(loads))
     assert collect(tmp_path) == {}
+
+
+def test_cores_follow_from_loads_of_two_sizes() -> None:
+    warm, part = {"bytes": GB, "cpu_s": 1.1}, {"bytes": GB // 4, "cpu_s": 0.35}
+    loads = {
+        "entries": [
+            {"id": "longshore_arena@tp4/http", "cases": {"warm": warm, "part": part, "warm_unverified": warm}},
+            {"id": "runai@tp4/http", "cases": {"warm": warm}},
+        ]
+    }
+    _, _, row = cores_table(loads).splitlines()  # a slope of (1.1 - 0.35) / 0.75
+    assert row == "| through the arena, BLAKE3 | 0.10 | 1.00 | 1.0 | 5.0 | 12.5 | 50.0 |"
+
+
+def test_a_faster_store_needs_fewer_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "| 5 GB/s | 42.5 Gbit/s | 50 | 0.39 GiB |" in node_table()
+    monkeypatch.setattr(bench.page, "CONNECTION_GB_S", 0.5)
+    assert "| 5 GB/s | 42.5 Gbit/s | 10 | 0.08 GiB |" in node_table()

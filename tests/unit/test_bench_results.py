@@ -37,7 +37,7 @@ EVERYTHING = results(
     entry("limit_arena", warm=[0.5]),
     entry("longshore_arena", warm=[1.0, 0.5, 4.0], warm_unverified=[0.9], part=[0.25], cold=[2.0]),
     entry("runai", warm=[8.0], cold=[9.0]),
-    entry("download_crt", absent="awscrt is not installed"),
+    entry("runai_file", absent="runai is not installed"),
 )
 
 
@@ -53,7 +53,7 @@ def test_every_entry_has_rows_or_a_reason_for_none() -> None:
     assert title == "Tensor parallel over 4 ranks"
     assert "| Longshore, through the arena | BLAKE3 | 1.00 (0.50-4.00) | 0.50 | 1.00 | 1.10 | 4.00 |" in table
     assert "| each rank: Run:ai streamer, all files | no | 8.00 (8.00-8.00) | 0.50 | 8.00 | 8.10 | 4.00 |" in table
-    assert "| not run: awscrt is not installed |" in table
+    assert "| not run: runai is not installed |" in table
     rows = table.splitlines()
     assert len({row.count("|") for row in rows}) == 1
     assert rows.index(next(row for row in rows if "**warm" in row)) < rows.index(

@@ -40,7 +40,6 @@ def test_one_node_takes_bytes_over_nic(model: Model) -> None:
     assert result.bottleneck == "NIC"
     assert result.load_s == pytest.approx(result.store_bytes / 1e9, rel=0.02)
     assert result.store_bytes == pytest.approx(model.index.size_bytes, rel=0.02)  # each chunk once, headers apart
-    assert result.exact
 
 
 def test_half_the_nic_takes_twice_as_long(model: Model) -> None:
@@ -95,16 +94,11 @@ def test_one_simulated_node_stands_for_equal_nodes(model: Model, slow: dict[str,
     short, whole = simulate(model, case, rates), simulate(model, replace(case, stand_ins=False), rates)
     assert short.load_s == pytest.approx(whole.load_s, rel=1e-6)
     assert short.store_bytes == whole.store_bytes
-    assert short.exact
 
 
-def test_same_seed_same_result(model: Model) -> None:
-    rates = replace(NIC, latency_s=0.002, jitter=0.5)
-    case = replace(SMALL, nodes=3, seed=7)
-    first = simulate(model, case, rates)
-    assert simulate(model, case, rates) == first
-    assert not first.exact  # latencies differ from node to node
-    assert simulate(model, replace(case, seed=8), rates).load_s != first.load_s
+def test_same_input_same_result(model: Model) -> None:
+    rates = replace(NIC, latency_s=0.002)
+    assert simulate(model, SMALL, rates) == simulate(model, SMALL, rates)
 
 
 def test_the_smallest_arena_suffices(model: Model) -> None:
