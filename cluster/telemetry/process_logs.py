@@ -29,7 +29,7 @@ from cluster.telemetry.stats import Jsonable
 from storage.problems import without_secrets
 
 KINDS = {"Coordinator": "coordinator", "NodeAgent": "agent", "GpuWorker": "worker"}  # by the actor's class
-HEAD_BYTES = 1024  # in which Ray names the class
+HEAD_BYTES = 16 << 10  # in which Ray names the class, after warnings that the process had before
 MOST_BYTES = 1 << 20  # of one file in one answer; of a file that is new to the reader, the last ones
 MOST_NODE_BYTES = 16 << 20  # of all files of a node in one answer
 _FILE = re.compile(r"worker-[0-9a-f]+-[0-9a-f]+-(?P<pid>\d+)\.(?:err|out)")

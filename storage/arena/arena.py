@@ -1,20 +1,25 @@
-"""The arena of one node: a shared-memory file of equal slots, used by the agent and by every worker of the node.
+"""The arena of one node: equal slots in shared memory, used by the agent and by every worker of the node.
+
+The arena's file:
 
     0        header     magic, version, record bytes, slots, slot bytes, data offset, window slots, epoch, checksum
     128      owner      pid, start time, checksum
     192      ready      number of slots of the window that have memory
     4096     records    slot_count x 2 copies of what the agent knows of each slot (storage.arena.slots)
     ...      window     window_slots x slot_bytes, starting at a page boundary: mapped by every process
-    ...      kept       the other slots: mapped by nobody, written with `keep`, read with `read`
+
+The other slots are kept slots. They are in up to 32 sparse files beside it, dealt out in turn, which nobody maps: they
+are written with `keep` and read with `read`. They are several files because the kernel lets one process at a time write
+to a file (`shmem_file_write_iter` holds the inode's lock).
 
 The window has all its memory before it is used, and keeps it. Working in the same few pages costs a tenth of touching
 new ones, which every process would have to map as well. A kept slot has memory only while it holds a chunk. When
 memory runs out, a chunk is not kept. Nobody who writes or reads there can get a SIGBUS.
 
 The header is checked before anything in the file is used. Only the owner (the agent) writes the header and the
-records. A worker writes only to slots that it leased. Every process that maps the file holds a shared flock on it
-until it unmaps the file. So `storage.arena.arena_files.sweep` can tell an arena in use from one that a killed
-process left behind.
+records. A worker writes only to slots that it leased. Every process that maps the file holds a shared flock on it, and
+on the files of kept slots, until it unmaps the file. So `storage.arena.arena_files.sweep` can tell files in use from
+those that a killed process left behind.
 """
 
 from __future__ import annotations
@@ -37,10 +42,12 @@ from storage.host.memory import address_of, populate
 from storage.host.processes import ProcessId
 
 MAGIC = b"LNGSHARE"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_SLOTS = 1 << 20
 MAX_SLOT_BYTES = 1 << 30
 PAGE_BYTES = mmap.PAGESIZE
+KEPT = ".kept-"  # in names of files of kept slots, after the name of the arena's file
+KEPT_FILES = 32  # more than the threads of a node that write at the same moment
 
 GEOMETRY = struct.Struct("<8sIIQQQQ6s2x")  # the header as drawn above, without its checksum
 CHECKSUM = struct.Struct("<I")
@@ -80,9 +87,9 @@ def is_geometry(slot_count: int, slot_bytes: int) -> bool:
     return 1 <= slot_count <= MAX_SLOTS and 1 <= slot_bytes <= MAX_SLOT_BYTES and not slot_bytes % PAGE_BYTES
 
 
-def arena_size_bytes(slot_count: int, slot_bytes: int) -> int:
-    """Return the size of an arena file, header included."""
-    return data_offset_bytes(slot_count) + slot_count * slot_bytes
+def arena_size_bytes(slot_count: int, slot_bytes: int, window_slots: int) -> int:
+    """Return the size of an arena's file: the header and the window."""
+    return data_offset_bytes(slot_count) + window_slots * slot_bytes
 
 
 def data_offset_bytes(slot_count: int) -> int:
@@ -139,7 +146,10 @@ def identity(info: os.stat_result) -> tuple[int, int]:
 
 def map_checked(path: str, descriptor: int) -> mmap.mmap:
     """Map header and window after the header has proved that the file is an arena of that size."""
-    size_bytes = os.fstat(descriptor).st_size
+    info = os.fstat(descriptor)
+    size_bytes = info.st_size
+    if info.st_uid != os.geteuid():
+        raise ArenaCorrupt("an arena of another user", path=path, user=info.st_uid)
     if size_bytes <= RECORDS_AT:
         raise ArenaCorrupt("too short for an arena", path=path, size_bytes=size_bytes)
     try:
@@ -158,13 +168,13 @@ def map_checked(path: str, descriptor: int) -> mmap.mmap:
         not is_geometry(slot_count, slot_bytes)
         or not 1 <= window_slots <= slot_count
         or data_offset != data_offset_bytes(slot_count)
-        or size_bytes != arena_size_bytes(slot_count, slot_bytes)
+        or size_bytes != arena_size_bytes(slot_count, slot_bytes, window_slots)
     ):
         raise ArenaCorrupt(
             "the arena's header and its size disagree", path=path, size_bytes=size_bytes, slots=slot_count
         )
     try:
-        return mmap.mmap(descriptor, data_offset + window_slots * slot_bytes)
+        return mmap.mmap(descriptor, size_bytes)
     except OSError as exc:
         raise ArenaError(f"cannot map the arena: {exc.strerror}", path=path) from exc
 
@@ -185,6 +195,7 @@ class Arena:
         self._data_offset: int = data_offset
         self._epoch: str = epoch.hex()
         self._descriptor = descriptor
+        self._kept: list[int] = []  # descriptors of the files of kept slots
         self._memory = memory
         self._view = memoryview(memory)
         self._address = address_of(memory)
@@ -212,12 +223,12 @@ class Arena:
                 f"no arena has {slot_count} slots of {slot_bytes} bytes, {window_slots} of them in its window"
                 f" (pages: {PAGE_BYTES})"
             )
-        data_offset = data_offset_bytes(slot_count)
+        data_offset, size_bytes = data_offset_bytes(slot_count), arena_size_bytes(slot_count, slot_bytes, window_slots)
         descriptor = create_locked(path)
         try:
-            os.ftruncate(descriptor, data_offset + slot_count * slot_bytes)
+            os.ftruncate(descriptor, size_bytes)
             os.posix_fallocate(descriptor, 0, data_offset)
-            memory = mmap.mmap(descriptor, data_offset + window_slots * slot_bytes)
+            memory = mmap.mmap(descriptor, size_bytes)
         except OSError as exc:
             os.unlink(path)
             os.close(descriptor)
@@ -229,6 +240,12 @@ class Arena:
         header = pack_geometry(slot_count, slot_bytes, window_slots, secrets.token_bytes(6))
         memory[: len(header)] = header
         arena = cls(path, descriptor, memory, owner=True)
+        try:
+            arena._open_kept(create_locked)
+        except ArenaError:
+            arena.unlink()
+            arena.close()
+            raise
         arena._write_owner()
         return arena
 
@@ -241,7 +258,13 @@ class Arena:
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(path, descriptor, memory, owner=False)
+        arena = cls(path, descriptor, memory, owner=False)
+        try:
+            arena._open_kept(open_locked)
+        except ArenaCorrupt:
+            arena.close()
+            raise
+        return arena
 
     @classmethod
     def adopt(cls, path: str) -> Self:
@@ -269,7 +292,8 @@ class Arena:
                 return
             self._closed = True
             # The mapping has a duplicate of the descriptor, and so the lock. Both last until it is unmapped.
-            os.close(self._descriptor)
+            for descriptor in (self._descriptor, *self._kept):
+                os.close(descriptor)
             with contextlib.suppress(BufferError):
                 self._view.release()
             with contextlib.suppress(BufferError):
@@ -277,7 +301,10 @@ class Arena:
             del self._view, self._memory
 
     def unlink(self) -> None:
-        """Remove the file's name. The kernel frees the memory when the last process has unmapped it. Idempotent."""
+        """Remove the files' names. The kernel frees the memory when the last process has closed them. Idempotent."""
+        for number in range(len(self._kept)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._kept_path(number))
         with contextlib.suppress(FileNotFoundError):
             # Another arena may have taken the name since.
             if identity(os.stat(self.path, follow_symlinks=False)) == self._file:
@@ -296,13 +323,13 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the whole file in bytes, header included. Its kept slots may take no memory."""
-        return self._data_offset + self.slot_count * self.slot_bytes
+        """Return the size of the arena's file in bytes: header and window."""
+        return arena_size_bytes(self.slot_count, self.slot_bytes, self.window_slots)
 
     @property
     def taken_bytes(self) -> int:
-        """Return the memory that the whole file takes now."""
-        return os.fstat(self._descriptor).st_blocks * 512
+        """Return the memory that header, window and kept slots take now."""
+        return sum(os.fstat(descriptor).st_blocks for descriptor in (self._descriptor, *self._kept)) * 512
 
     @property
     def ready_slots(self) -> int:
@@ -330,10 +357,10 @@ class Arena:
 
     def keep(self, index: int, data: memoryview) -> bool:
         """Copy a chunk to a kept slot that the caller has leased. Return False when there is no memory for it."""
-        start = self._kept_at(index)
+        descriptor, start = self._kept_at(index)
         try:
             while data:
-                written_bytes = os.pwrite(self._descriptor, data, start)
+                written_bytes = os.pwrite(descriptor, data, start)
                 data, start = data[written_bytes:], start + written_bytes
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
@@ -343,11 +370,11 @@ class Arena:
 
     def read(self, index: int, parts: Sequence[memoryview]) -> None:
         """Fill `parts` one after the other from a kept slot that the caller holds."""
-        start = self._kept_at(index)
+        descriptor, start = self._kept_at(index)
         for part in parts:
             while part:
                 try:
-                    read_bytes = os.preadv(self._descriptor, [part], start)
+                    read_bytes = os.preadv(descriptor, [part], start)
                 except OSError as exc:
                     raise ArenaError(f"cannot read the arena: {exc.strerror}", path=self.path) from exc
                 if not read_bytes:
@@ -364,19 +391,32 @@ class Arena:
 
     def give_back(self, index: int) -> None:
         """Free the memory of a kept slot that the caller has leased. It then takes none, and reads as zeros."""
-        start = self._kept_at(index)
+        descriptor, start = self._kept_at(index)
         try:
             with self._closing:
                 if not self._closed:
-                    with mmap.mmap(self._descriptor, self.slot_bytes, offset=start) as memory:
+                    with mmap.mmap(descriptor, self.slot_bytes, offset=start) as memory:
                         memory.madvise(mmap.MADV_REMOVE)
         except OSError as exc:
             raise ArenaError(f"cannot give back memory of the arena: {exc.strerror}", path=self.path) from exc
 
-    def _kept_at(self, index: int) -> int:
+    def _open_kept(self, open_file: Callable[[str], int]) -> None:
+        """Open or create the files of kept slots. Raises what `open_file` raises."""
+        kept_slots = self.slot_count - self.window_slots
+        for number in range(min(KEPT_FILES, kept_slots)):
+            self._kept.append(open_file(self._kept_path(number)))
+            if self._owner:
+                os.ftruncate(self._kept[-1], -(-kept_slots // KEPT_FILES) * self.slot_bytes)
+
+    def _kept_path(self, number: int) -> str:
+        return f"{self.path}{KEPT}{self._epoch}-{number}"
+
+    def _kept_at(self, index: int) -> tuple[int, int]:
+        """Return the file of a kept slot and where it begins in there."""
         if not self.window_slots <= index < self.slot_count:
             raise IndexError(f"slot {index} is not one of the kept slots {self.window_slots} to {self.slot_count - 1}")
-        return self._data_offset + index * self.slot_bytes
+        place, number = divmod(index - self.window_slots, KEPT_FILES)
+        return self._kept[number], place * self.slot_bytes
 
     def reserve(self, stop: Callable[[], bool] = lambda: False, room: Callable[[], bool] = lambda: True) -> int:
         """Allocate memory for every slot of the window in order, and return how many are ready.

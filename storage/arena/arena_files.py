@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from storage.arena.arena import TOO_LARGE_HINT, is_at, promised_bytes
+from storage.arena.arena import KEPT, TOO_LARGE_HINT, is_at, promised_bytes
 from storage.errors import ArenaTooLarge
 from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed
 
@@ -91,20 +91,25 @@ def untouched_bytes(directory: str = SHM_DIRECTORY) -> int:
 
 
 def arena_names(directory: str = SHM_DIRECTORY) -> list[str]:
-    """Return the names of arena files in `directory`, sorted. Empty when it cannot be listed."""
-    try:
-        return sorted(name for name in os.listdir(directory) if name.startswith(ARENA_PREFIX))
-    except OSError:
-        return []
+    """Return the names of arena files in `directory`, sorted, without those of kept slots."""
+    return [name for name in _file_names(directory) if KEPT not in name]
 
 
 def taken_bytes(directory: str = SHM_DIRECTORY) -> int:
     """Return the memory that the arenas in `directory` take now."""
     total = 0
-    for name in arena_names(directory):
+    for name in _file_names(directory):
         with contextlib.suppress(OSError):
             total += os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks * 512
     return total
+
+
+def _file_names(directory: str) -> list[str]:
+    """Return the names of all files of arenas, sorted. Empty when the directory cannot be listed."""
+    try:
+        return sorted(name for name in os.listdir(directory) if name.startswith(ARENA_PREFIX))
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager
@@ -152,7 +157,7 @@ def check_room(directory: str, size_bytes: int, *, promised_bytes: int = 0, rese
 
 @dataclass(frozen=True, slots=True)
 class SweptArena:
-    """An arena file that a sweep removed."""
+    """An arena that a sweep removed."""
 
     path: str
     freed_bytes: int  # memory it used; pages that were never touched do not count
@@ -161,16 +166,17 @@ class SweptArena:
 def sweep(directory: str = SHM_DIRECTORY) -> list[SweptArena]:
     """Remove every arena in `directory` that no process has mapped, and return the removed ones in name order.
 
-    An arena in use is locked (`storage.arena.arena`). A new one is unlocked only for an instant, and its creator
+    Files in use are locked (`storage.arena.arena`). A new one is unlocked only for an instant, and its creator
     notices if it was removed. Files of other users, links and special files are left alone.
     """
-    swept = []
-    for name in arena_names(directory):
+    freed_bytes: dict[str, int] = {}
+    for name in _file_names(directory):
         path = os.path.join(directory, name)
-        freed_bytes = _remove_if_unlocked(path)
-        if freed_bytes is not None:
-            swept.append(SweptArena(path, freed_bytes))
-    return swept
+        freed = _remove_if_unlocked(path)
+        if freed is not None:
+            arena = path.partition(KEPT)[0]
+            freed_bytes[arena] = freed_bytes.get(arena, 0) + freed
+    return [SweptArena(path, freed) for path, freed in freed_bytes.items()]
 
 
 def _remove_if_unlocked(path: str) -> int | None:

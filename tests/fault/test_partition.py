@@ -31,6 +31,7 @@ import pytest
 import cluster
 from cluster import LoadedModel
 from cluster.joining.connection import disconnect
+from storage.arena.arena import KEPT
 from storage.arena.arena_files import ARENA_PREFIX
 from tests.support.counting_proxy import Answer
 from tests.support.fault_proxy import FaultProxy
@@ -314,7 +315,7 @@ class NetCluster(LosableNodes):
     # -- after a test ------------------------------------------------------------------------------------------
 
     def arenas_on(self, host: Host) -> list[str]:
-        return [name for name in host.shared_memory() if name.startswith(ARENA_PREFIX)]
+        return sorted({name.partition(KEPT)[0] for name in host.shared_memory() if name.startswith(ARENA_PREFIX)})
 
     def assert_nothing_left(self) -> None:
         """Check the hosts too: no arena without a living agent, and no process of a node that Ray does not count."""

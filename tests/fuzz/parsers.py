@@ -220,7 +220,7 @@ def _arena_seeds() -> list[bytes]:
     geometries = [(1, 4096, 1), (3, 1 << 20, 2), (64, 8192, 64)]
     return [
         pack_geometry(slots, slot_bytes, window_slots, b"epoch!").ljust(RECORDS_AT, b"\0")
-        + struct.pack("<Q", arena_size_bytes(slots, slot_bytes))
+        + struct.pack("<Q", arena_size_bytes(slots, slot_bytes, window_slots))
         for slots, slot_bytes, window_slots in geometries
     ]
 

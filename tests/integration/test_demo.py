@@ -18,6 +18,7 @@ from typing import Self
 import psutil
 import pytest
 
+from storage.arena.arena_files import arena_names
 from tests.support.ray_clusters import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -123,7 +124,7 @@ def folder() -> Iterator[Path]:
 
 
 def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("longshore-arena-")}
+    return set(arena_names())
 
 
 def unused_memory() -> set[str]:

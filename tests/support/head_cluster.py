@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import psutil
 
-from storage.arena.arena_files import SHM_DIRECTORY, arena_path, sweep
+from storage.arena.arena_files import arena_names, arena_path, sweep
 from tests.support.free_ports import free_ports
 from tests.support.losable_nodes import FAST_DEATH
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, eventually
@@ -138,7 +138,7 @@ class HeadCluster:
         """Files in shared memory, of this cluster and of those that were here before."""
         path = arena_path(self.address, "")
         prefix = os.path.basename(path)[: -len("-" + path.rsplit("-", 1)[1])]
-        return sorted(name for name in os.listdir(SHM_DIRECTORY) if name.startswith(prefix))
+        return [name for name in arena_names() if name.startswith(prefix)]
 
     def close(self) -> None:
         """End every process that was started here, and theirs."""

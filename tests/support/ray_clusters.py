@@ -30,7 +30,7 @@ from cluster.config import ENV_PREFIX, Config
 from cluster.joining.connection import Connection, connect, disconnect
 from cluster.joining.patience import Patience
 from cluster.telemetry.report import ClusterStatus, ModelStatus
-from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY, arena_path, sweep
+from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY, arena_names, arena_path, sweep
 from storage.errors import LongshoreError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -200,7 +200,7 @@ class Longshore:
         """This cluster's files in shared memory; others may have theirs beside them."""
         path = arena_path(self.address, "")
         prefix = os.path.basename(path)[: -len("-" + path.rsplit("-", 1)[1])]
-        return sorted(name for name in os.listdir(SHM_DIRECTORY) if name.startswith(prefix))
+        return [name for name in arena_names() if name.startswith(prefix)]
 
     def assert_nothing_left(self) -> None:
         """Wait until no worker, placement group or lease is left, and no arena without its agent."""

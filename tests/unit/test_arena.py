@@ -12,12 +12,21 @@ import stat
 import struct
 import threading
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from storage.arena.arena import GEOMETRY, RECORDS_AT, Arena, arena_size_bytes
-from storage.arena.arena_files import ARENA_PREFIX, SweptArena, arena_path, check_room, default_arena_bytes, sweep
+from storage.arena.arena import GEOMETRY, KEPT, KEPT_FILES, RECORDS_AT, Arena, arena_size_bytes
+from storage.arena.arena_files import (
+    ARENA_PREFIX,
+    SweptArena,
+    arena_path,
+    check_room,
+    default_arena_bytes,
+    sweep,
+    taken_bytes,
+)
 from storage.arena.slots import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecord, SlotState
 from storage.errors import ArenaCorrupt, ArenaError, ArenaTooLarge
 from storage.host.processes import ProcessId
@@ -62,7 +71,7 @@ def test_slots_begin_on_a_page_and_the_file_is_private(arena, path):
     assert address % os.sysconf("SC_PAGE_SIZE") == 0
     info = os.stat(path)
     assert stat.S_IMODE(info.st_mode) == 0o600
-    assert info.st_size == arena.size_bytes == arena_size_bytes(4, SLOT)
+    assert info.st_size == arena.size_bytes == arena_size_bytes(4, SLOT, 4)
 
 
 def test_kept_slots_take_memory_only_while_they_hold_a_chunk(path):
@@ -87,6 +96,43 @@ def test_kept_slots_take_memory_only_while_they_hold_a_chunk(path):
             arena.slot(2)
 
 
+def test_kept_slots_are_in_several_files_which_go_with_the_arena(path, shm_dir):
+    """The kernel lets one process at a time write to a file."""
+    slots = range(2, 2 + 2 * KEPT_FILES)
+    chunks = {slot: memoryview(os.urandom(4096)) for slot in slots}
+    with Arena.create(path, slot_count=slots.stop, slot_bytes=4096, window_slots=2) as arena:
+        for slot, chunk in chunks.items():
+            assert arena.keep(slot, chunk)
+        assert len(os.listdir(shm_dir)) == 1 + KEPT_FILES
+        with Arena.open(path) as worker:
+            assert all(worker.view(slot, 4096) == chunk for slot, chunk in chunks.items())
+        assert taken_bytes(str(shm_dir)) == arena.taken_bytes >= 4096 * len(slots)
+        arena.unlink()
+        assert os.listdir(shm_dir) == []
+        assert arena.view(5, 4096) == chunks[5]  # until it is closed
+
+
+def test_kept_slots_of_a_dead_process_are_swept_with_its_arena(path, shm_dir):
+    arena = Arena.create(path, slot_count=5, slot_bytes=4096, window_slots=2)
+    arena.keep(2, memoryview(bytes(4096)))
+    took_bytes = arena.taken_bytes
+    assert sweep(str(shm_dir)) == []
+    arena.close()
+    assert sweep(str(shm_dir)) == [SweptArena(path, took_bytes)]
+    assert os.listdir(shm_dir) == []
+    left = Path(f"{path}{KEPT}abc-0")  # somebody removed the arena's file only
+    left.write_bytes(bytes(4096))
+    assert sweep(str(shm_dir)) == [SweptArena(path, 4096)]
+    assert not left.exists()
+
+
+def test_an_arena_without_its_kept_slots_is_refused(path, shm_dir):
+    with Arena.create(path, slot_count=5, slot_bytes=4096, window_slots=2):
+        next(shm_dir.glob(f"*{KEPT}*-1")).unlink()
+        with pytest.raises(ArenaCorrupt, match="cannot open"):
+            Arena.open(path)
+
+
 def test_a_chunk_without_memory_is_not_kept(small_tmpfs):
     path = str(small_tmpfs / "arena")
     with Arena.create(path, slot_count=64, slot_bytes=1 << 20, window_slots=4) as arena:
@@ -100,7 +146,8 @@ def test_a_chunk_without_memory_is_not_kept(small_tmpfs):
 
 def test_a_file_that_was_cut_short_is_an_error(path):
     with Arena.create(path, slot_count=4, slot_bytes=SLOT, window_slots=1) as arena:
-        os.truncate(path, arena_size_bytes(1, SLOT))
+        for file in Path(path).parent.glob(f"*{KEPT}*"):
+            os.truncate(file, 0)
         with pytest.raises(ArenaCorrupt, match="cut short"):
             arena.read(3, [memoryview(bytearray(10))])
 
@@ -390,14 +437,14 @@ def test_sweep_removes_unlocked_arenas_and_returns_freed_bytes(shm_dir):
     dead_path = arena_path("c", "dead", str(shm_dir))
     dead = Arena.create(dead_path, slot_count=2, slot_bytes=SLOT)
     dead.reserve()
-    taken_bytes = os.stat(dead_path).st_blocks * 512
+    took_bytes = os.stat(dead_path).st_blocks * 512
     dead.close()
     (shm_dir / "another-file").write_text("not ours")
     (shm_dir / f"{ARENA_PREFIX}link").symlink_to(shm_dir / "another-file")
     os.mkfifo(shm_dir / f"{ARENA_PREFIX}pipe")
     (shm_dir / f"{ARENA_PREFIX}folder").mkdir()
-    assert sweep(str(shm_dir)) == [SweptArena(dead_path, taken_bytes)]
-    assert taken_bytes >= 2 * SLOT
+    assert sweep(str(shm_dir)) == [SweptArena(dead_path, took_bytes)]
+    assert took_bytes >= 2 * SLOT
     assert len(os.listdir(shm_dir)) == 5
     used.close()
     assert [swept.path for swept in sweep(str(shm_dir))] == [used.path]

@@ -46,12 +46,15 @@ def test_files_of_our_actors_are_read_and_no_others(tmp_path: Path) -> None:
     write_log(tmp_path, 2, "NodeAgent", "b", kind="out")
     write_log(tmp_path, 3, "SomebodyElse", "c")
     (tmp_path / name_of(4)).write_text("no actor\n")
+    # a process that was warned before Ray made it an actor
+    (tmp_path / name_of(6)).write_text("careful\n" * 1000 + ":actor_name:Coordinator\n")
     (tmp_path / "raylet.err").write_text(":actor_name:GpuWorker\nd\n")
     (tmp_path / name_of(5)).symlink_to(tmp_path / "gone")
     found = read_logs(str(tmp_path), {})
     assert [(piece.kind, piece.pid, piece.lines) for piece in found] == [
         ("coordinator", 1, ("a",)),
         ("agent", 2, ("b",)),
+        ("coordinator", 6, ("careful",) * 1000),
     ]
 
 
