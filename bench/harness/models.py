@@ -42,8 +42,8 @@ def make_models(root: Path, size_bytes: int, bucket_name: str = BUCKET) -> Spec:
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < need_bytes:
         raise NoRoom(f"{root} has {free_bytes / 1e9:.1f} GB free; the models and arenas need {need_bytes / 1e9:.1f} GB")
-    bucket = root / bucket_name
-    for name, size, seed in ((MODEL, size_bytes, 1), (TWIN, size_bytes, 2), (SMALL, _SMALL_BYTES, 3)):
+    bucket, first = root / bucket_name, 1 if bucket_name == BUCKET else 4  # the same seed would make equal chunks
+    for seed, (name, size) in enumerate(((MODEL, size_bytes), (TWIN, size_bytes), (SMALL, _SMALL_BYTES)), first):
         _write(bucket / name, size, seed)
         for linked in _LINKED.get(name, ()):
             shutil.copytree(bucket / name, bucket / linked, copy_function=os.link)
