@@ -222,8 +222,8 @@ class LoadOptions(CheckedOptions):
     )
     placement: str = option(
         "auto",
-        "chunks through the node's arena (cached), direct into a rank's host memory, or auto: direct when the arena is "
-        "too small to keep them (default)",
+        "chunks through the node's arena (cached), direct into a rank's host memory, or auto: direct for local files, "
+        "and when the arena is too small to keep them (default)",
         choices=get_args(PlacementName),
         functions=(LOAD,),
     )

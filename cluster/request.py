@@ -42,7 +42,7 @@ class LoadRequest:
     keep: bool
     client_id: str
     wait_for_resources_s: float
-    placement: str = "auto"  # "via_arena", "direct", or "auto": direct when the arena is smaller than the node's share
+    placement: str = "auto"  # "via_arena", "direct", or "auto": see `placement_reason`
     placement_group: Any = None  # ray PlacementGroup of the caller's; rank i takes bundle i
     trusted_keys: tuple[str, ...] = ()  # public keys, base64; empty: as the cluster's settings say
     fit: FitOptions = field(default_factory=FitOptions)
@@ -70,6 +70,22 @@ class LoadRequest:
     def gpus_per_rank(self) -> int:
         """Number of GPUs of a rank's worker when its device is "cuda"."""
         return max(1, (self.mapping.gpus or 0) if self.mapping else 0)
+
+    @property
+    def node_placement(self) -> str:
+        """The placement that nodes and ranks are given: "direct" for "auto" where the model is local files.
+
+        The kernel's page cache keeps such files. A second copy would cost memory and a third of the speed.
+        """
+        return "direct" if self.placement == "auto" and self.store.ref.scheme == "file" else self.placement
+
+    def placement_reason(self, *, keeps: bool) -> str:
+        """Return why a load is direct or not. `keeps`: every node can keep its share for the next load."""
+        if self.placement != "auto":
+            return "as asked"
+        if self.node_placement == "direct":
+            return "the kernel's page cache keeps local files"
+        return "each node can keep its share" if keeps else "a node cannot keep its share"
 
     def identity(self) -> str:
         """Return a text that is equal for requests that can share a resident model, whatever its revision."""

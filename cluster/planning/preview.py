@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +55,7 @@ from cluster.planning.plan import LoadPlan
 from cluster.planning.plan_picture import layer_table, tensors_of
 from cluster.planning.plan_summary import (
     ExpectedTime,
+    NodeSummary,
     PlanSummary,
     Rates,
     expect,
@@ -475,22 +476,42 @@ def _summarize(
     else:
         placements = spread_evenly(taken.world_size, per_node or taken.world_size)
         summary = summarize_plan(load_plan, placements, signed_by=index.signed_by)
+    nodes = tuple(
+        replace(
+            node,
+            arena_bytes=node.arena_bytes or config.arena_bytes,
+            window_bytes=node.window_bytes or config.window_bytes,
+        )
+        for node in summary.nodes
+    )
     return replace(
         summary,
-        nodes=tuple(
-            replace(
-                node,
-                arena_bytes=node.arena_bytes or config.arena_bytes,
-                window_bytes=node.window_bytes or config.window_bytes,
-            )
-            for node in summary.nodes
-        ),
+        nodes=nodes,
         fit=fit,
         of_rank=() if rank is None else tensors_of(load_plan, rank, rules_for(stored, parse_rules(taken.layout_rules))),
         layers=layer_table(load_plan.cut),
         estimated=index.source == "config",
-        notes=(*index.notes, *precision_notes(index.tensors, taken.precision), *summary.notes),
+        notes=(
+            *index.notes,
+            *precision_notes(index.tensors, taken.precision),
+            *(() if summary.resident else _placement_notes(taken, nodes, config)),
+            *summary.notes,
+        ),
     )
+
+
+def _placement_notes(request: LoadRequest, nodes: Sequence[NodeSummary], config: Config) -> Iterator[str]:
+    """Yield what "auto" would take, where that is known: for local files, and for arenas of known sizes."""
+    if request.placement != "auto" or request.device != "cpu":
+        return
+    kept_bytes = [max(node.arena_bytes - node.window_bytes, node.window_bytes) for node in nodes]
+    keeps = bool(config.disk_cache_dir) or all(
+        kept >= node.needed_bytes for kept, node in zip(kept_bytes, nodes, strict=True)
+    )
+    if request.node_placement == "direct" or all(kept_bytes):
+        direct = request.node_placement == "direct" or not keeps
+        how = "what one rank alone wants goes into its memory" if direct else "chunks go through the arena"
+        yield f"placement: {how}, because {request.placement_reason(keeps=keeps)}"
 
 
 def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig | None]:

@@ -225,6 +225,7 @@ class LoadReport(Jsonable):
     control_plane: tuple[ProcessMemory, ...] = ()  # coordinator and planning process
     # Id of the trusted key that signed the manifest; empty where no key is trusted: nobody asked whose it is.
     signed_by: str = ""
+    placement_reason: str = ""  # for `placement_mode`
     fit: tuple[FitTry, ...] = ()  # of fit="auto": what was tried, the last of it taken
     precision: Precision = field(default_factory=Precision)  # what tensors were cast to, or quantized
     quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantized weights
