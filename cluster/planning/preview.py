@@ -502,7 +502,7 @@ def _summarize(
 
 def _placement_notes(request: LoadRequest, nodes: Sequence[NodeSummary], config: Config) -> Iterator[str]:
     """Yield what "auto" would take, where that is known: for local files, and for arenas of known sizes."""
-    if request.placement != "auto" or request.device != "cpu":
+    if request.placement != "auto" or request.device == "cuda":  # a GPU's memory cannot receive
         return
     kept_bytes = [max(node.arena_bytes - node.window_bytes, node.window_bytes) for node in nodes]
     keeps = bool(config.disk_cache_dir) or all(
@@ -511,7 +511,7 @@ def _placement_notes(request: LoadRequest, nodes: Sequence[NodeSummary], config:
     if request.node_placement == "direct" or all(kept_bytes):
         direct = request.node_placement == "direct" or not keeps
         how = "what one rank alone wants goes into its memory" if direct else "chunks go through the arena"
-        yield f"placement: {how}, because {request.placement_reason(keeps=keeps)}"
+        yield f"into host memory: {how}, because {request.placement_reason(keeps=keeps)}"
 
 
 def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig | None]:

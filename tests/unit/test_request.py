@@ -224,3 +224,19 @@ def test_skip_quantization_is_allowed_with_fit_auto() -> None:
     steps = [step.request.precision for step in steps_of_auto(asked)]
     assert {step.skip for step in steps} == {skip}
     assert [step.quantization for step in steps] == ["", "", "fp8", "int8", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "asked", "sent", "why_kept", "why_not"),
+    [
+        ("s3://bucket/model", "auto", "auto", "each node can keep its share", "a node cannot keep its share"),
+        ("/models/llama", "auto", "direct", "the kernel's page cache keeps local files", None),
+        ("/models/llama", "via_arena", "via_arena", "as asked", None),
+        ("s3://bucket/model", "direct", "direct", "as asked", None),
+    ],
+)
+def test_local_files_go_past_the_arena(uri: str, asked: str, sent: str, why_kept: str, why_not: str | None) -> None:
+    made = make_request(LoadOptions(uri, placement=asked))
+    assert made.node_placement == sent
+    assert made.placement_reason(keeps=True) == why_kept
+    assert made.placement_reason(keeps=False) == (why_not or why_kept)
