@@ -3,14 +3,15 @@
     in place    the slot that a chunk was received in stays, so the next chunk needs another one
     copied      the chunk is copied from a warm window to a kept slot, and read back from there
 
-One thread, tmpfs, chunks of 8 MiB written in pieces of 1 MiB. Seconds are processor time of the thread per GB. Memory
-that the host has taken back costs more the first time, so the first round is not counted.
+One thread, chunks of 8 MiB in pieces of 1 MiB, in /dev/shm and, for root, in a tmpfs with huge pages. Seconds are
+processor time per GB. Memory that the host has taken back costs more the first time, so one round is not counted.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from bench.harness.report import markdown_table
 from bench.options import new_parser, positive_int
 from storage.arena.arena import Arena
 from storage.arena.arena_files import SHM_DIRECTORY
+from storage.host.memory import huge_pages
 
 PIECE_BYTES = 1 << 20
 SLOT_BYTES = 8 << 20
@@ -31,10 +33,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--slots", type=positive_int, default=64, help="of each kind, 8 MiB each")
     parser.add_argument("--rounds", type=positive_int, default=5, help="whose median counts, after one that does not")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=SHM_DIRECTORY, prefix="longshore-bench-") as folder:
-        rounds = [measure(Path(folder), options.slots) for _ in range(1 + options.rounds)][1:]
-    costs = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-    print(markdown_table(["operation", "CPU s/GB"], [[name, f"{cost:.2f}"] for name, cost in costs.items()]))
+    with tempfile.TemporaryDirectory(dir=SHM_DIRECTORY) as shm, tempfile.TemporaryDirectory() as huge:
+        folders = {f"/dev/shm, huge={huge_pages(SHM_DIRECTORY)}": shm}
+        if not subprocess.run(["mount", "-t", "tmpfs", "-o", "huge=always", "tmpfs", huge]).returncode:
+            folders["huge=always"] = huge
+        try:
+            every = range(1 + options.rounds)
+            found = [[measure(Path(folder), options.slots) for _ in every][1:] for folder in folders.values()]
+        finally:
+            subprocess.run(["umount", "-q", huge])
+    costs = [{name: statistics.median(each[name] for each in rounds) for name in rounds[0]} for rounds in found]
+    rows = [(name, *(f"{cost[name]:.2f}" for cost in costs)) for name in costs[0]]
+    print(markdown_table(("operation, CPU s/GB", *folders), rows))
 
 
 def measure(folder: Path, slots: int) -> dict[str, float]:

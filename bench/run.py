@@ -101,10 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (1 if options.small else ROUNDS)
     tuned = not (options.small or options.no_tuning)
     words = [*(sys.argv[1:] if arguments is None else arguments)]
-    # Folders are those of one machine.
-    given = " ".join(
-        word for at, word in enumerate(words) if not {"--out", "--tmpfs"} & {*words[max(0, at - 1) : at + 1]}
-    )
+    folders = {"--out", "--tmpfs"}  # those of one machine
+    given = " ".join(word for at, word in enumerate(words) if not folders & {*words[max(0, at - 1) : at + 1]})
     results: Results | None = None
     try:
         with sigterm_interrupts(), run_folder(options.tmpfs, "longshore-bench-") as folder, sandbox():

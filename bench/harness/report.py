@@ -48,27 +48,22 @@ def describe_versions() -> dict[str, str]:
 
 def load_tables(results: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return (title, table in Markdown) of each scene by name. `results`: as results.json has them."""
-    found = {}
-    for name, scene in results["scenes"].items():
-        entries = [entry for entry in results["entries"] if entry["scene"] == name]
-        found[name] = (scene["title"], markdown_table(HEADINGS, _scene_rows(entries)))
-    return found
+    scenes = results["scenes"].items()
+    return {name: (scene["title"], markdown_table(HEADINGS, _scene_rows(results, name))) for name, scene in scenes}
 
 
 def ours(results: Mapping[str, Any], scene: str, case: str) -> Mapping[str, Any] | None:
     """Return the medians of that case by the faster of our placements, where there are any."""
-    return _fastest([entry for entry in results["entries"] if entry["scene"] == scene], case)
-
-
-def _fastest(entries: Iterable[Mapping[str, Any]], case: str) -> Mapping[str, Any] | None:
-    found = [one["cases"][case] for one in entries if one["contender"].startswith("longshore") and case in one["cases"]]
+    entries = [one for one in results["entries"] if one["scene"] == scene and one["contender"].startswith("longshore")]
+    found = [one["cases"][case] for one in entries if case in one["cases"]]
     return min(found, key=lambda one: float(one["wall_s"]), default=None)
 
 
-def _scene_rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def _scene_rows(results: Mapping[str, Any], scene: str) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
+    entries = [entry for entry in results["entries"] if entry["scene"] == scene]
     for group, words in GROUPS.items():
-        base = _fastest(entries, group)
+        base = ours(results, scene, group)
         found = [
             (one["wall_s"], entry["title"], one)
             for entry in entries

@@ -17,7 +17,7 @@ from cluster.units import show_bytes
 from longshore.installation import probe
 from storage.arena.arena_files import SHM_DIRECTORY, sweep
 from storage.disk.tier import DiskTier
-from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed
+from storage.host.memory import available_host_bytes, free_bytes, huge_pages, is_memory_backed
 from storage.problems import install_hint
 
 Outcome = Literal["ok", "warn", "fail", "skip"]
@@ -104,6 +104,7 @@ def check_arena(config: Config, directory: str = SHM_DIRECTORY) -> Iterator[Chec
         return
     slots = window // config.slot_bytes
     detail += f", arena up to {show_bytes(arena)}, window {slots} slots of {show_bytes(config.slot_bytes)}"
+    detail += f", huge pages: {huge_pages(directory)}"
     if slots < min_slots(1):
         yield Check("/dev/shm", "fail", f"{detail}, too few for one rank", enlarge)
     elif arena > room:

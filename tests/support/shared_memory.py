@@ -23,11 +23,11 @@ def shm_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 8 MiB; the test is skipped where this user may not mount one."""
+def small_tmpfs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 8 MiB, or with other options as a parameter; skipped where this user may not mount one."""
     folder = tmp_path / "tmpfs"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", getattr(request, "param", "size=8m"), "tmpfs", str(folder)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a tmpfs takes root")
     yield folder

@@ -29,6 +29,7 @@ from storage.arena.arena_files import (
 )
 from storage.arena.slots import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecord, SlotState
 from storage.errors import ArenaCorrupt, ArenaError, ArenaTooLarge
+from storage.host.memory import huge_pages
 from storage.host.processes import ProcessId
 from tests.support.python_processes import ask, start_python
 
@@ -150,6 +151,27 @@ def test_a_file_that_was_cut_short_is_an_error(path):
             os.truncate(file, 0)
         with pytest.raises(ArenaCorrupt, match="cut short"):
             arena.read(3, [memoryview(bytearray(10))])
+
+
+@pytest.mark.parametrize("small_tmpfs", ["size=64m,huge=within_size"], indirect=True)
+def test_huge_pages_change_nothing_but_the_cost(small_tmpfs):
+    assert huge_pages(small_tmpfs) == "within_size"
+    path, slot_bytes = str(small_tmpfs / "arena"), 4 << 20
+    with Arena.create(path, slot_count=5, slot_bytes=slot_bytes, window_slots=2) as arena:
+        assert arena.reserve() == 2
+        empty = arena.taken_bytes
+        chunks = [memoryview(os.urandom(slot_bytes)) for _ in range(5)]
+        for slot, chunk in enumerate(chunks):
+            if slot < 2:
+                arena.slot(slot)[:] = chunk
+            else:
+                assert arena.keep(slot, chunk)
+        with Arena.open(path) as worker:
+            assert all(worker.view(slot, slot_bytes) == chunk for slot, chunk in enumerate(chunks))
+        assert arena.taken_bytes == empty + 3 * slot_bytes
+        for slot in (2, 3, 4):
+            arena.give_back(slot)
+        assert arena.taken_bytes == empty
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, SLOT), (-1, SLOT), (1, 0), (1, 1000), (1 << 21, SLOT)])

@@ -7,7 +7,14 @@ import os
 
 import pytest
 
-from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools, without_collector
+from storage.host.memory import (
+    available_host_bytes,
+    free_bytes,
+    huge_pages,
+    is_memory_backed,
+    memory_pools,
+    without_collector,
+)
 
 
 @pytest.fixture
@@ -116,6 +123,7 @@ def test_this_host_has_memory_and_a_memory_backed_folder():
     assert available_host_bytes() > 0
     assert free_bytes("/dev/shm") > 0
     assert is_memory_backed("/dev/shm")
+    assert huge_pages("/proc") == "never"
     assert not is_memory_backed("/proc")
 
 
