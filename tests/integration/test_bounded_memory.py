@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,17 +39,29 @@ def pss_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-@pytest.mark.parametrize("placement", ["via_arena", "direct"])
-def test_a_large_model_takes_the_arena_and_a_little(longshore: Longshore, large: StoredModel, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "placement", "reason"),
+    [
+        ("via_arena", "via_arena", "as asked"),
+        ("direct", "direct", "as asked"),
+        ("auto", "direct", "a node cannot keep its share"),
+        ("auto", "direct", "the kernel's page cache keeps local files"),
+    ],
+)
+def test_a_large_model_takes_the_arena_and_a_little(
+    longshore: Longshore, large: StoredModel, asked: str, placement: str, reason: str
+) -> None:
     # rows: most chunks are wanted whole by one rank
-    options: dict[str, object] = {"fsdp_size": 2, "placement": placement}
+    options: dict[str, Any] = {"fsdp_size": 2, "placement": asked}
+    local = reason.endswith("local files")
     longshore.configure(arena_bytes=ARENA_BYTES, window_bytes=WINDOW_BYTES, empty=True)
-    with cluster.load(large.uri, device="cpu", **large.options, **options) as model:
+    uri, options = (str(large.folder), options) if local else (large.uri, {**large.options, **options})
+    with cluster.load(uri, device="cpu", **options) as model:
         report = model.report
         held = [own_bytes(rank.pid) for rank in report.ranks]
         proportional = [pss_bytes(rank.pid) for rank in report.ranks]
     (node,) = report.nodes
-    assert report.placement_mode == placement
+    assert (report.placement_mode, report.placement_reason) == (placement, reason)
     assert report.model_bytes >= 4 * ARENA_BYTES
     # The model is larger than what the arena may keep: it takes its window, and nothing else.
     assert (node.window_bytes, node.arena_limit_bytes) == (WINDOW_BYTES, ARENA_BYTES)
