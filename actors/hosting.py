@@ -202,7 +202,7 @@ def host_rank(
             chunk_attempts=config.chunk_attempts,
             lease_deadline_s=config.lease_deadline_s,
             record=b"",
-            placement=request.node_placement,
+            placement=request.placement,
             most_requests=config.fetch_threads,
             hedge_factor=config.hedge_factor,
             hedge_after_s=config.hedge_after_s,
@@ -214,7 +214,7 @@ def host_rank(
     )
     link.check_fit(facts, request)
     link.bind_group()
-    job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.node_placement)
+    job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)
     if request.device_map is None:
         memory = open_device(device)
     else:

@@ -106,6 +106,7 @@ class NodeJob:
     host_bytes: int = 0  # host memory that its ranks will take for tensors
     process: ProcessId | None = None  # process that hosts the rank; the rank ends with it at the latest
     group: GroupMember | None = None  # membership of that process
+    is_local: bool = False  # the model is local files
 
     @property
     def part(self) -> tuple[str, int]:

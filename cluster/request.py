@@ -72,20 +72,29 @@ class LoadRequest:
         return max(1, (self.mapping.gpus or 0) if self.mapping else 0)
 
     @property
+    def is_local(self) -> bool:
+        """True where the model is local files, which the kernel's page cache keeps."""
+        return self.store.ref.scheme == "file"
+
+    @property
     def node_placement(self) -> str:
-        """The placement that nodes and ranks are given: "direct" for "auto" where the model is local files.
+        """The placement that nodes and ranks are given. A GPU's memory cannot receive, so nothing is direct there."""
+        return "via_arena" if self.device == "cuda" else self.placement
 
-        The kernel's page cache keeps such files. A second copy would cost memory and a third of the speed.
+    def placement_reason(self, *, direct: bool, received: bool = True) -> str:
+        """Return why a load went past the arena or not.
+
+        `direct`: a node chose to let ranks receive what they alone want. `received`: there was such a chunk to fetch.
         """
-        return "direct" if self.placement == "auto" and self.store.ref.scheme == "file" else self.placement
-
-    def placement_reason(self, *, keeps: bool) -> str:
-        """Return why a load is direct or not. `keeps`: every node can keep its share for the next load."""
+        if self.device == "cuda":
+            return "a GPU's memory cannot receive"
+        if direct and not received:
+            return "no rank alone had a whole chunk to fetch"
         if self.placement != "auto":
             return "as asked"
-        if self.node_placement == "direct":
-            return "the kernel's page cache keeps local files"
-        return "each node can keep its share" if keeps else "a node cannot keep its share"
+        if not direct:
+            return "each node can keep its share"
+        return "the kernel's page cache keeps local files" if self.is_local else "a node cannot keep its share"
 
     def identity(self) -> str:
         """Return a text that is equal for requests that can share a resident model, whatever its revision."""

@@ -181,6 +181,7 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         chunk_attempts=config.chunk_attempts,
         lease_deadline_s=config.lease_deadline_s,
         placement=record.request.node_placement,
+        is_local=record.request.is_local,
         record=SavedLoad.of(record).pack(),
         most_requests=config.fetch_threads,
         hedge_factor=config.hedge_factor,

@@ -239,9 +239,11 @@ class ChunkFlow:
         self.error: LongshoreError | None = None  # a chunk's budget is spent
         # The arena keeps chunks that it can keep all, and those that the disk tier has yet to write.
         self._keep = self.hedges.keep = disk.on or len(self.queue.chunks()) <= cache.kept_slots
-        # Chunks bypass the arena when the job asks for it, or when neither arena nor disk could keep them.
+        # Chunks bypass the arena when the job asks for it, when neither arena nor disk could keep them, and when the
+        # kernel's page cache keeps them. Local files may be on a network, so a disk tier that keeps them comes first.
         fits = self._keep or len(self.queue.chunks()) <= cache.window_slots
-        self.direct = job.placement == "direct" or (job.placement == "auto" and not fits)
+        kept_anyway = job.is_local and not disk.on
+        self.direct = job.placement == "direct" or (job.placement == "auto" and (kept_anyway or not fits))
         self._job = job
         self._cache = cache
         self._disk = disk

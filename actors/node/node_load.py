@@ -147,6 +147,7 @@ class NodeLoad:
             needed_bytes=needed_bytes,
             overfetch_bytes=needed_bytes - flow.keys.tables.wanted_bytes(self.job.ranks),
             **flow.sources.stats(needed),
+            direct=flow.direct,
             disk_unkept_chunks=self._disk.unkept_chunks,
             corrupt_chunks=flow.meter.corrupt_chunks,
             retries=dict(flow.retries),

@@ -59,6 +59,9 @@ def open_arena(config: Config, path: str, directory: str) -> tuple[Arena, bool]:
         pass  # there is none, or it is not usable: create one
     with one_at_a_time(directory):
         sweep(directory)
+        with contextlib.suppress(OSError):  # a process still maps it, and keeps its memory without the name
+            if os.stat(path, follow_symlinks=False).st_uid == os.geteuid():
+                os.unlink(path)
         return _new_arena(config, path, directory), False
 
 

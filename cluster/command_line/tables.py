@@ -266,7 +266,7 @@ def load_table(report: LoadReport) -> RenderableType:
             ("uri", report.uri),
             ("revision", report.revision),
             ("layout", f"{len(report.ranks)} ranks ({report.layout})"),
-            ("placement", f"{report.placement_mode}: {report.placement_reason}"),
+            ("placement", ": ".join(filter(None, (report.placement_mode, report.placement_reason)))),
             *([("fit", steps_text(report.fit))] if report.fit else []),
             ("model size", show_bytes(report.model_bytes)),
             ("placed", show_bytes(report.placed_bytes)),

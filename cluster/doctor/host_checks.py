@@ -104,7 +104,7 @@ def check_arena(config: Config, directory: str = SHM_DIRECTORY) -> Iterator[Chec
         return
     slots = window // config.slot_bytes
     detail += f", arena up to {show_bytes(arena)}, window {slots} slots of {show_bytes(config.slot_bytes)}"
-    detail += f", huge pages: {huge_pages(directory)}"
+    detail += f", mounted with huge={huge_pages(directory)}"
     if slots < min_slots(1):
         yield Check("/dev/shm", "fail", f"{detail}, too few for one rank", enlarge)
     elif arena > room:

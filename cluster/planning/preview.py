@@ -71,6 +71,7 @@ from cluster.request import LoadRequest, make_request
 from cluster.scheduling.topology import NodeInfo, assign_gpus, assign_ranks, places_free, resolve_device
 from cluster.telemetry.report import LoadReport, ModelStatus
 from cluster.units import show_some
+from storage.arena.arena_files import window_slots
 from storage.checkpoints.model_index import ModelIndex
 from storage.errors import LongshoreError, NotACheckpoint, StoreError
 from storage.host.memory import gpu_memory
@@ -484,6 +485,7 @@ def _summarize(
         )
         for node in summary.nodes
     )
+    device = taken.device if there is None else resolve_device(there.infos, taken.device)
     return replace(
         summary,
         nodes=nodes,
@@ -494,24 +496,24 @@ def _summarize(
         notes=(
             *index.notes,
             *precision_notes(index.tensors, taken.precision),
-            *(() if summary.resident else _placement_notes(taken, nodes, config)),
+            *(() if summary.resident else _placement_notes(replace(taken, device=device), nodes, config.slot_bytes)),
             *summary.notes,
         ),
     )
 
 
-def _placement_notes(request: LoadRequest, nodes: Sequence[NodeSummary], config: Config) -> Iterator[str]:
-    """Yield what "auto" would take, where that is known: for local files, and for arenas of known sizes."""
-    if request.placement != "auto" or request.device == "cuda":  # a GPU's memory cannot receive
+def _placement_notes(request: LoadRequest, nodes: Sequence[NodeSummary], slot_bytes: int) -> Iterator[str]:
+    """Yield what "auto" takes for ranks in host memory, where that is known: local files, arenas of known sizes."""
+    if request.placement != "auto" or request.device != "cpu":
         return
-    kept_bytes = [max(node.arena_bytes - node.window_bytes, node.window_bytes) for node in nodes]
-    keeps = bool(config.disk_cache_dir) or all(
-        kept >= node.needed_bytes for kept, node in zip(kept_bytes, nodes, strict=True)
-    )
-    if request.node_placement == "direct" or all(kept_bytes):
-        direct = request.node_placement == "direct" or not keeps
+    keeps = True
+    for node in nodes:
+        window = window_slots(node.arena_bytes, node.window_bytes, slot_bytes=slot_bytes)
+        keeps = keeps and node.needed_chunks <= max(window, node.arena_bytes // slot_bytes - window)
+    direct = request.is_local or not keeps
+    if request.is_local or all(node.arena_bytes for node in nodes):
         how = "what one rank alone wants goes into its memory" if direct else "chunks go through the arena"
-        yield f"into host memory: {how}, because {request.placement_reason(keeps=keeps)}"
+        yield f"without a disk tier {how}: {request.placement_reason(direct=direct)}"
 
 
 def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig | None]:

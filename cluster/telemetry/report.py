@@ -276,7 +276,8 @@ class LoadReport(Jsonable):
             A report with the client's times.
         """
         if shared:
-            return replace(self, resident=not waited, total_s=total_s)
+            reason = self.placement_reason if waited else ""  # of another's request
+            return replace(self, resident=not waited, total_s=total_s, placement_reason=reason)
         told_s = max(0.0, total_s - connect_s - self.total_s)
         after_s = self.ready_after_last_byte_s + told_s
         return replace(self, total_s=total_s, connect_s=connect_s, ready_after_last_byte_s=after_s)

@@ -214,6 +214,7 @@ class NodeReport(Jsonable):
     peak_host_bytes: int = 0  # the agent's own memory at its highest, the arena not counted
     baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
+    direct: bool = False  # what one rank alone wants, and wants whole, was to be received in its memory
     direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
     refetched_bytes: int = 0  # had before: needed_bytes = store + disk + cached + unknown - refetched bytes
     hedges: int = 0  # chunks that were fetched by two at once, because the first was far slower than others

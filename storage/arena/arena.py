@@ -17,9 +17,9 @@ new ones, which every process would have to map as well. A kept slot has memory 
 memory runs out, a chunk is not kept. Nobody who writes or reads there can get a SIGBUS.
 
 The header is checked before anything in the file is used. Only the owner (the agent) writes the header and the
-records. A worker writes only to slots that it leased. Every process that maps the file holds a shared flock on it, and
-on the files of kept slots, until it unmaps the file. So `storage.arena.arena_files.sweep` can tell files in use from
-those that a killed process left behind.
+records. A worker writes only to slots that it leased. Every process holds a shared flock on the arena's file until it
+unmaps it, and on the files of kept slots until it closes them. So `storage.arena.arena_files.sweep` can tell files in
+use from those that a killed process left behind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_SLOTS = 1 << 20
 MAX_SLOT_BYTES = 1 << 30
 PAGE_BYTES = mmap.PAGESIZE
 KEPT = ".kept-"  # in names of files of kept slots, after the name of the arena's file
-KEPT_FILES = 32  # more than the threads of a node that write at the same moment
+KEPT_FILES = 32  # so many that threads which write at the same moment seldom meet
 
 GEOMETRY = struct.Struct("<8sIIQQQQ6s2x")  # the header as drawn above, without its checksum
 CHECKSUM = struct.Struct("<I")
@@ -76,7 +76,7 @@ def promised_bytes(descriptor: int) -> int:
     if len(header) < READY_AT + READY.size:
         return 0
     magic, version, _, _, slot_bytes, _, window_slots, _ = GEOMETRY.unpack_from(header)
-    if magic != MAGIC or version != FORMAT_VERSION or not is_geometry(window_slots, slot_bytes):
+    if magic != MAGIC or version not in (2, FORMAT_VERSION) or not is_geometry(window_slots, slot_bytes):
         return 0
     (ready,) = READY.unpack_from(header, READY_AT)
     return int(max(0, window_slots - ready)) * int(slot_bytes)
@@ -401,12 +401,18 @@ class Arena:
             raise ArenaError(f"cannot give back memory of the arena: {exc.strerror}", path=self.path) from exc
 
     def _open_kept(self, open_file: Callable[[str], int]) -> None:
-        """Open or create the files of kept slots. Raises what `open_file` raises."""
+        """Open or create the files of kept slots. Raises what `open_file` raises, ArenaTooLarge, ArenaCorrupt."""
         kept_slots = self.slot_count - self.window_slots
+        size_bytes = -(-kept_slots // KEPT_FILES) * self.slot_bytes
         for number in range(min(KEPT_FILES, kept_slots)):
             self._kept.append(open_file(self._kept_path(number)))
-            if self._owner:
-                os.ftruncate(self._kept[-1], -(-kept_slots // KEPT_FILES) * self.slot_bytes)
+            if not self._owner and os.fstat(self._kept[-1]).st_size != size_bytes:
+                raise ArenaCorrupt("a file of kept slots was cut short", path=self.path)
+            try:
+                if self._owner:
+                    os.ftruncate(self._kept[-1], size_bytes)
+            except OSError as exc:
+                raise ArenaTooLarge(f"no room for kept slots: {exc.strerror}", path=self.path) from exc
 
     def _kept_path(self, number: int) -> str:
         return f"{self.path}{KEPT}{self._epoch}-{number}"

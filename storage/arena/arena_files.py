@@ -91,8 +91,8 @@ def untouched_bytes(directory: str = SHM_DIRECTORY) -> int:
 
 
 def arena_names(directory: str = SHM_DIRECTORY) -> list[str]:
-    """Return the names of arena files in `directory`, sorted, without those of kept slots."""
-    return [name for name in _file_names(directory) if KEPT not in name]
+    """Return the names of arenas in `directory`, sorted; also of one of which only kept slots are left."""
+    return sorted({name.partition(KEPT)[0] for name in _file_names(directory)})
 
 
 def taken_bytes(directory: str = SHM_DIRECTORY) -> int:

@@ -126,17 +126,17 @@ def is_memory_backed(directory: str | os.PathLike[str]) -> bool:
     return _mount(directory)[:1] in (["tmpfs"], ["ramfs"], ["devtmpfs"])
 
 
-def huge_pages(directory: str | os.PathLike[str]) -> str:
-    """Return the `huge=` option of the tmpfs of `directory`: "never" (the default), "within_size", "always"."""
-    options = ",".join(_mount(directory)[2:]).split(",")
+def huge_pages(directory: str | os.PathLike[str], proc: str = "/proc") -> str:
+    """Return the mount option `huge=` of the tmpfs of `directory`: "never" (the default), "within_size", "always"..."""
+    options = ",".join(_mount(directory, proc)[2:]).split(",")
     return next((option[5:] for option in options if option.startswith("huge=")), "never")
 
 
-def _mount(directory: str | os.PathLike[str]) -> list[str]:
+def _mount(directory: str | os.PathLike[str], proc: str = "/proc") -> list[str]:
     """Return kind, source and options of the file system of `directory`; nothing where the kernel does not tell."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n")[:-1]:  # folder names may be any bytes
+    for line in Path(proc, "self/mountinfo").read_bytes().split(b"\n")[:-1]:  # folder names may be any bytes
         left, _, right = line.partition(b" - ")
         if left.split()[2].decode() == wanted:
             return os.fsdecode(right).split()

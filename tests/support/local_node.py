@@ -101,9 +101,11 @@ class Rank:
 class LocalNode:
     """Settings are those of `Config`; its heartbeat is short, so that nothing waits long."""
 
-    def __init__(self, folder: Path, slots: int, placement: str = "via_arena", **settings: object) -> None:
+    def __init__(
+        self, folder: Path, slots: int, placement: str = "via_arena", is_local: bool = False, **settings: object
+    ) -> None:
         self.folder = folder
-        self.placement = placement
+        self.placement, self.is_local = placement, is_local
         values = {
             "arena_bytes": slots * SLOT_BYTES,
             "slot_bytes": SLOT_BYTES,
@@ -154,6 +156,7 @@ class LocalNode:
             lease_deadline_s=self.config.lease_deadline_s,
             record=b"",
             placement=self.placement,
+            is_local=self.is_local,
             most_requests=self.config.fetch_threads,
             hedge_factor=self.config.hedge_factor,
             hedge_after_s=self.config.hedge_after_s,

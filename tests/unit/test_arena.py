@@ -21,6 +21,7 @@ from storage.arena.arena import GEOMETRY, KEPT, KEPT_FILES, RECORDS_AT, Arena, a
 from storage.arena.arena_files import (
     ARENA_PREFIX,
     SweptArena,
+    arena_names,
     arena_path,
     check_room,
     default_arena_bytes,
@@ -122,16 +123,40 @@ def test_kept_slots_of_a_dead_process_are_swept_with_its_arena(path, shm_dir):
     assert sweep(str(shm_dir)) == [SweptArena(path, took_bytes)]
     assert os.listdir(shm_dir) == []
     left = Path(f"{path}{KEPT}abc-0")  # somebody removed the arena's file only
+    assert arena_names(str(shm_dir)) == []
     left.write_bytes(bytes(4096))
+    assert arena_names(str(shm_dir)) == [os.path.basename(path)]
     assert sweep(str(shm_dir)) == [SweptArena(path, 4096)]
     assert not left.exists()
 
 
 def test_an_arena_without_its_kept_slots_is_refused(path, shm_dir):
     with Arena.create(path, slot_count=5, slot_bytes=4096, window_slots=2):
-        next(shm_dir.glob(f"*{KEPT}*-1")).unlink()
+        kept = next(shm_dir.glob(f"*{KEPT}*-1"))
+        os.truncate(kept, 0)
+        with pytest.raises(ArenaCorrupt, match="cut short"):
+            Arena.open(path)
+        kept.unlink()
         with pytest.raises(ArenaCorrupt, match="cannot open"):
             Arena.open(path)
+
+
+def test_no_room_for_kept_slots_leaves_nothing(path, shm_dir, monkeypatch):
+    truncate, calls = os.ftruncate, []
+
+    def full(descriptor: int, size: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 4:
+            raise OSError(errno.EFBIG, "File too large")
+        truncate(descriptor, size)
+
+    monkeypatch.setattr(os, "ftruncate", full)
+    with pytest.raises(ArenaTooLarge, match="kept slots"):
+        Arena.create(path, slot_count=9, slot_bytes=4096, window_slots=2)
+    assert os.listdir(shm_dir) == []
+    for descriptor in calls:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_a_chunk_without_memory_is_not_kept(small_tmpfs):

@@ -160,7 +160,7 @@ def test_a_plan_has_bytes_by_source_and_their_time(model: Path, monkeypatch: pyt
     assert sum(found.bytes_by_source.values()) == found.needed_bytes == alone.bytes_by_source["store"]
     assert found.cluster == Asked.address
     assert found.notes[-1] == "counted as having nothing of the model: host-1 (no agent runs there yet)"
-    assert "because the kernel's page cache keeps local files" in found.notes[-2]
+    assert "goes into its memory: the kernel's page cache keeps local files" in found.notes[-2]
     assert (store.arena_bytes, arena.arena_bytes) == (Config().arena_bytes, 12 << 20)
     assert found.expected is not None
     assert found.expected.total_s < alone.expected.total_s

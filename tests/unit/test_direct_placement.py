@@ -73,15 +73,26 @@ def test_both_modes_and_any_layout_give_the_same_bytes(objects: dict[str, bytes]
                 assert bool(report.direct_bytes) <= (placement == "direct")
 
 
-@pytest.mark.parametrize(("slots", "direct"), [(128, False), (9, True)])
-def test_auto_is_direct_if_the_arena_is_too_small_for_the_share(shm_dir: Path, slots: int, direct: bool) -> None:
+@pytest.mark.parametrize(
+    ("slots", "local", "disk", "direct"),
+    [
+        (128, False, False, False),
+        (9, False, False, True),  # too small for the share
+        (128, True, False, True),  # the kernel's page cache keeps local files
+        (128, True, True, False),  # which may be on a network, so a disk tier keeps them
+    ],
+)
+def test_auto_is_direct_where_the_arena_need_not_keep_the_share(
+    shm_dir: Path, tmp_path: Path, slots: int, local: bool, disk: bool, direct: bool
+) -> None:
     objects = flat_objects(tensors=12, rows=2048)
     plan = plan_of(objects, FSDP, 4096)
     assert 9 < len(plan.chunks) <= 128
-    with local_node(shm_dir, slots=slots, placement="auto") as node:
+    tier = {"disk_cache_dir": str(tmp_path / "tier")} if disk else {}
+    with local_node(shm_dir, slots=slots, placement="auto", is_local=local, **tier) as node:
         ranks, report = node.load(plan, MemoryStore(objects))
         check_tensors(ranks, plan, objects)
-        assert bool(report.direct_bytes) == direct
+        assert report.direct == bool(report.direct_bytes) == direct
 
 
 def test_chunks_in_the_arena_are_not_fetched_again(shm_dir: Path) -> None:

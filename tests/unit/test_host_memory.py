@@ -124,6 +124,15 @@ def test_this_host_has_memory_and_a_memory_backed_folder():
     assert free_bytes("/dev/shm") > 0
     assert is_memory_backed("/dev/shm")
     assert huge_pages("/proc") == "never"
+
+
+def test_the_mount_says_which_pages_it_has(tmp_path):
+    device = os.stat(tmp_path).st_dev
+    line = f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw,noatime shared:1 - tmpfs tmpfs rw,size=8k"
+    (tmp_path / "self").mkdir()
+    for options, found in (("", "never"), (",huge=within_size", "within_size"), (",huge=always,inode64", "always")):
+        (tmp_path / "self/mountinfo").write_text(f"1 1 0:0 / / rw - ext4 /dev/a rw,huge=no\n{line}{options}\n")
+        assert huge_pages(tmp_path, str(tmp_path)) == found
     assert not is_memory_backed("/proc")
 
 

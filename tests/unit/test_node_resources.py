@@ -12,7 +12,7 @@ import pytest
 from actors.node import node_resources
 from actors.node.node_resources import LOOK_EVERY_SLOTS, host_pools, open_arena, ray_kills_above, room_for_slots
 from cluster.config import Config
-from storage.arena.arena import Arena
+from storage.arena.arena import KEPT, Arena
 from storage.arena.arena_files import LOCK_PATIENCE_S, arena_path, one_at_a_time, untouched_bytes
 from storage.errors import ArenaTooLarge, ArenaTooSmall
 from storage.host.memory import MemoryPool, memory_pools
@@ -62,6 +62,23 @@ def test_a_limit_beyond_the_file_system_is_no_error(small_tmpfs: Path) -> None:
     with open_arena(config(1 << 50, window_bytes=MIB), path, str(small_tmpfs))[0] as arena:
         assert (arena.window_slots, arena.slot_count) == (1, 8)
         arena.unlink()
+
+
+def test_an_arena_that_cannot_be_used_is_replaced_though_a_process_maps_it(shm_dir: Path) -> None:
+    path = arena_path("cluster", "node", str(shm_dir))
+    first, _ = open_arena(config(4 * MIB, window_bytes=MIB), path, str(shm_dir))
+    first.reserve()
+    view = first.slot(0)
+    view[:] = b"x" * MIB
+    first.close()  # its lock on the arena's file lasts as long as the view
+    for kept in shm_dir.glob(f"*{KEPT}*"):
+        kept.unlink()
+    again, adopted = open_arena(config(4 * MIB, window_bytes=MIB), path, str(shm_dir))
+    assert (adopted, view[0]) == (False, ord("x"))
+    assert again.keep(2, view)
+    again.unlink()
+    again.close()
+    assert os.listdir(shm_dir) == []
 
 
 def test_an_arena_leaves_the_reserve(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,14 +171,14 @@ def test_matrices_whose_rows_do_not_suit_are_counted(tmp_path: Path, capsys: pyt
     tensors = [(name, "BF16", shape) for name, shape in shapes.items()]
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
     said = "int4 does not quantize 2 of 3 weight matrices: their rows of 192, 320 are not a multiple of 128"
-    assert plan(tmp_path, quantization="int4").notes[1:-1] == (said,)
-    assert plan(tmp_path, quantization="int4", skip_quantization=["default", "b.*", "c.*"]).notes[1:-1] == ()
+    assert plan(tmp_path, quantization="int4").notes[1:] == (said,)
+    assert plan(tmp_path, quantization="int4", skip_quantization=["default", "b.*", "c.*"]).notes[1:] == ()
     for scheme in ("nf4", "fp8"):
-        assert plan(tmp_path, quantization=scheme).notes[1:-1] == ()
+        assert plan(tmp_path, quantization=scheme).notes[1:] == ()
     assert main(["plan", str(tmp_path), "--quantization", "int4"]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(tmp_path), "--quantization", "int4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["notes"][1:-1] == [said]
+    assert json.loads(capsys.readouterr().out)["notes"][1:] == [said]
 
 
 def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:

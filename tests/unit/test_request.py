@@ -227,16 +227,21 @@ def test_skip_quantization_is_allowed_with_fit_auto() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "asked", "sent", "why_kept", "why_not"),
+    ("uri", "options", "direct", "received", "reason"),
     [
-        ("s3://bucket/model", "auto", "auto", "each node can keep its share", "a node cannot keep its share"),
-        ("/models/llama", "auto", "direct", "the kernel's page cache keeps local files", None),
-        ("/models/llama", "via_arena", "via_arena", "as asked", None),
-        ("s3://bucket/model", "direct", "direct", "as asked", None),
+        ("s3://bucket/model", {}, False, False, "each node can keep its share"),
+        ("s3://bucket/model", {}, True, True, "a node cannot keep its share"),
+        ("s3://bucket/model", {}, True, False, "no rank alone had a whole chunk to fetch"),
+        ("s3://bucket/model", {"placement": "direct"}, True, True, "as asked"),
+        ("s3://bucket/model", {"placement": "direct", "device": "cuda"}, False, False, "a GPU's memory cannot receive"),
+        ("/models/llama", {}, True, True, "the kernel's page cache keeps local files"),
+        ("/models/llama", {"placement": "via_arena"}, False, False, "as asked"),
     ],
 )
-def test_local_files_go_past_the_arena(uri: str, asked: str, sent: str, why_kept: str, why_not: str | None) -> None:
-    made = make_request(LoadOptions(uri, placement=asked))
-    assert made.node_placement == sent
-    assert made.placement_reason(keeps=True) == why_kept
-    assert made.placement_reason(keeps=False) == (why_not or why_kept)
+def test_the_reason_of_a_placement(
+    uri: str, options: dict[str, str], direct: bool, received: bool, reason: str
+) -> None:
+    made = make_request(LoadOptions(uri, **options))  # type: ignore[arg-type]
+    assert made.placement_reason(direct=direct, received=received) == reason
+    assert made.is_local == uri.startswith("/")
+    assert made.node_placement == ("via_arena" if made.device == "cuda" else options.get("placement", "auto"))
