@@ -152,7 +152,7 @@ def limit_of(found: list[RankReport]) -> str:
 
 def test_behind_a_slow_link_the_store_is_the_limit(shm_dir: Path, rclone: EmbeddedS3, bucket: str):
     with (
-        LimitedProxy(rclone.endpoint_url, bytes_per_s=16e6) as proxy,
+        LimitedProxy(rclone.endpoint_url, bytes_per_s=8e6) as proxy,
         store_behind(proxy, rclone, bucket) as store,
         local_node(shm_dir, slots=80) as node,
     ):
