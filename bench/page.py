@@ -81,7 +81,7 @@ def marked_parts(results: Mapping[str, Any]) -> dict[str, str]:
     model, machine = loads["model"], loads["machine"]
     warnings = {
         "The run was interrupted: rows are missing.": loads["partial"],
-        "It was a small run, to see that the benchmark works. Its times are not shown.": "--small" in loads["command"],
+        "It was a small run, whose times are not shown.": "--small" in loads["command"],
         "Other programs kept the machine busy.": float(machine.get("load before", 0)) > 1,
     }
     note = "".join(f"**{text}**\n" for text, applies in warnings.items() if applies)
@@ -92,11 +92,12 @@ def marked_parts(results: Mapping[str, Any]) -> dict[str, str]:
         f"Versions: {pairs(loads['versions'])}.",
         "short": note + short_table(loads),
         "settings": _settings_table(loads),
-        "cores": f"{note}From `{loads['command']}` of {machine['date']} on {machine['processor']}.\n\n"
-        + cores_table(loads),
+        "cores": f"{note}From `{loads['command']}` of {machine['date']}.\n\n{cores_table(loads)}",
         "node": node_table(),
     }
     parts |= {name: table for name, (_, table) in load_tables(loads).items()}
+    if loads["rounds"] < 3:
+        parts["cores"] = "Not measured yet: the difference of two loads takes three rounds."
     if "--small" in loads["command"]:
         parts |= dict.fromkeys(("short", "settings", "cores", *load_tables(loads)), NOT_RUN)
     for name in STEPS:

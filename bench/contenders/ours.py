@@ -62,9 +62,8 @@ def load_whole(spec: Spec) -> None:
                 continue
             if cold:
                 release_warm()
-            loaded = dataclasses.replace(spec, bucket=bucket)
-            if bucket == PART_BUCKET:
-                loaded = dataclasses.replace(loaded, model_bytes=part_bytes)
+            is_part = bucket == PART_BUCKET
+            loaded = dataclasses.replace(spec, bucket=bucket, model_bytes=part_bytes) if is_part else spec
             uri = model_uri(loaded, model)
             settle()
             if not case:
