@@ -76,6 +76,7 @@ def promised_bytes(descriptor: int) -> int:
     if len(header) < READY_AT + READY.size:
         return 0
     magic, version, _, _, slot_bytes, _, window_slots, _ = GEOMETRY.unpack_from(header)
+    # Version 2 has the same header. An agent of that version may be on this host.
     if magic != MAGIC or version not in (2, FORMAT_VERSION) or not is_geometry(window_slots, slot_bytes):
         return 0
     (ready,) = READY.unpack_from(header, READY_AT)
@@ -241,7 +242,7 @@ class Arena:
         memory[: len(header)] = header
         arena = cls(path, descriptor, memory, owner=True)
         try:
-            arena._open_kept(create_locked)
+            arena._open_kept()
         except ArenaError:
             arena.unlink()
             arena.close()
@@ -260,7 +261,7 @@ class Arena:
             raise
         arena = cls(path, descriptor, memory, owner=False)
         try:
-            arena._open_kept(open_locked)
+            arena._open_kept()
         except ArenaCorrupt:
             arena.close()
             raise
@@ -400,17 +401,19 @@ class Arena:
         except OSError as exc:
             raise ArenaError(f"cannot give back memory of the arena: {exc.strerror}", path=self.path) from exc
 
-    def _open_kept(self, open_file: Callable[[str], int]) -> None:
-        """Open or create the files of kept slots. Raises what `open_file` raises, ArenaTooLarge, ArenaCorrupt."""
+    def _open_kept(self) -> None:
+        """Create the files of kept slots as the owner, else open them. Raises ArenaError and its kinds."""
         kept_slots = self.slot_count - self.window_slots
         size_bytes = -(-kept_slots // KEPT_FILES) * self.slot_bytes
         for number in range(min(KEPT_FILES, kept_slots)):
-            self._kept.append(open_file(self._kept_path(number)))
-            if not self._owner and os.fstat(self._kept[-1]).st_size != size_bytes:
-                raise ArenaCorrupt("a file of kept slots was cut short", path=self.path)
+            path = self._kept_path(number)
+            self._kept.append(create_locked(path) if self._owner else open_locked(path))
+            if not self._owner:
+                if os.fstat(self._kept[-1]).st_size != size_bytes:
+                    raise ArenaCorrupt("a file of kept slots was cut short", path=self.path)
+                continue
             try:
-                if self._owner:
-                    os.ftruncate(self._kept[-1], size_bytes)
+                os.ftruncate(self._kept[-1], size_bytes)
             except OSError as exc:
                 raise ArenaTooLarge(f"no room for kept slots: {exc.strerror}", path=self.path) from exc
 

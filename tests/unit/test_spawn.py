@@ -99,6 +99,6 @@ def test_the_agents_actor_answers_as_the_agent_does() -> None:
 
 
 def parameters(actor: type, call: str) -> list[inspect.Parameter]:
-    """Of one of its methods, without the one that Ray adds to classes of which it has made an actor."""
+    """Return those of one of its methods, without the one that Ray adds to a class that it has made an actor."""
     said = inspect.signature(getattr(actor, call)).parameters
     return [parameter for parameter in said.values() if parameter.name != "_ray_trace_ctx"]
