@@ -45,7 +45,7 @@ class Config(BaseModel):
     fetch_threads: int = Field(16, ge=1, le=64)  # limit of requests in flight per rank; the best number is measured
     lease_deadline_s: float = Field(60.0, gt=0, le=MAX_S)  # a chunk that is not committed by then returns to the queue
     read_timeout_s: float = Field(20.0, gt=0, le=MAX_S)  # no byte for this long fails a read
-    fetch_attempts: int = Field(4, ge=1)  # tries of one chunk by one worker before another gets it
+    fetch_attempts: int = Field(4, ge=1)  # tries without a new byte of one chunk by one worker before another gets it
     chunk_attempts: int = Field(3, ge=1)  # workers that try a chunk before the load fails
     hedge_factor: float = Field(4.0, ge=0)  # duplicate a fetch that takes this many times the median; 0: never
     hedge_after_s: float = Field(2.0, gt=0, le=MAX_S)  # and at least this long

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from actors.node.chunk_sources import by_source, source_of
 from cluster.messages import ArenaAccess, Commit, FetchFailure, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate
 from cluster.scheduling.concurrency import START
-from cluster.scheduling.retry import cause_of
+from cluster.scheduling.retry import asks_for_fewer_requests, cause_of
 from cluster.telemetry.stats import RankStats
 from storage.errors import IntegrityError, LongshoreError
 from storage.host.processes import ProcessId
@@ -231,7 +231,7 @@ class RankState:
             self.results.requests.append((size_bytes, fetch_s, now_s))
             if placed_bytes:
                 self._place_fetched(commit.chunk, placed_bytes)
-        elif result.failure is not None and cause_of(result.failure.error) == "throttled":
+        elif result.failure is not None and asks_for_fewer_requests(cause_of(result.failure.error)):
             self._was_throttled()
         self.results.add(result, now_s)
 
@@ -240,7 +240,7 @@ class RankState:
         self._account(now_s)
         self.working -= 1
         self.pausing += 1
-        if cause == "throttled":
+        if asks_for_fewer_requests(cause):
             self._was_throttled()
 
     def pause_over(self) -> None:

@@ -1,8 +1,9 @@
 """The decision after a failure: a table from cause to budget, and one pure function over it.
 
-Two loops ask `decide`, each with its own count: the worker within one lease, and the agent over the failed leases of a
-chunk. A store that always fails ends a chunk after `fetch_attempts` x `chunk_attempts` reads (4 x 3 by default). The
-budgets are larger, because a read that brought bytes starts a new count in its lease.
+Two loops ask `decide`, each with its own count: the worker within one lease (`actors/rank/chunk_fetcher.py`), and the
+agent over the failed leases of a chunk (`FailureLog` in `lease_queue.py`). A store that always fails ends a chunk after
+`fetch_attempts` x `chunk_attempts` reads (4 x 3 by default), so a larger budget applies only to reads that bring some
+bytes: they do not count towards `fetch_attempts`.
 
 A new kind of failure needs a row in `RETRIES`. If callers should catch it, it also needs an error class and a row in
 `_CAUSES`. `StoreUnavailable` is one class for callers, but has several rows here: `cause_of` selects the row by the
@@ -37,6 +38,7 @@ class Budget:
     failures: int  # retried this many times; the next failure is final. 0: never retried
     base_s: float = 0.0  # longest wait after the first failure; doubles with each further failure
     cap_s: float = 0.0  # the longest wait after any failure
+    fewer_requests: bool = False  # the store asks for fewer at once; the rank halves its requests in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ RETRIES: Mapping[str, Budget] = {
     "stalled": Budget(failures=8, base_s=0.05, cap_s=2.0),  # each failure has already cost a timeout
     "server_error": Budget(failures=12, base_s=0.1, cap_s=5.0),
     "unavailable": Budget(failures=12, base_s=0.1, cap_s=5.0),  # the error names no known way
-    "throttled": Budget(failures=20, base_s=0.5, cap_s=20.0),
+    "throttled": Budget(failures=20, base_s=0.5, cap_s=20.0, fewer_requests=True),
     "short_read": Budget(failures=12, base_s=0.05, cap_s=2.0),
     "range_mismatch": Budget(failures=6, base_s=0.1, cap_s=2.0),
     "digest_mismatch": Budget(failures=3, base_s=0.05, cap_s=1.0),
@@ -112,6 +114,11 @@ def cause_of(error: LongshoreError) -> str:
     if isinstance(status, int) and status >= 400:
         return "server_error"
     return _WAY_OF.get(str(error.details.get("cause")), "unavailable")
+
+
+def asks_for_fewer_requests(cause: str) -> bool:
+    """Return whether a failure by this cause is a store's request to send fewer requests at once."""
+    return RETRIES[cause].fewer_requests
 
 
 def decide(cause: str, failures: int, fraction: float, *, budgets: Mapping[str, Budget] = RETRIES) -> Retry | Fail:

@@ -87,7 +87,9 @@ LEASES_TAKEN_BACK = _agent_counter(
 )
 HEDGES = _agent_counter("hedges", "model", "Fetches that were begun once more because the first was far too slow.")
 HEDGES_WON = _agent_counter("hedges_won", "model", "Of these, how often the second brought the chunk.")
-THROTTLES = _agent_counter("throttles", "model", "Answers of the store that asked for fewer requests (503, 429).")
+THROTTLES = _agent_counter(
+    "throttles", "model", "Answers of the store that asked for fewer requests, such as 503 and 429."
+)
 STAGE_SECONDS = _agent_counter(
     "stage_seconds",
     "model stage",

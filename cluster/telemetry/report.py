@@ -7,6 +7,7 @@ Which stage a load spent its time on: the one that has to get faster if the load
     start-up   planning and starting workers took longer than moving bytes
     store      requests waited for the store's bytes, or before another try
     disk       reading chunks of the disk tier, and checking them
+    cache      copying chunks to and from the kept slots of the arena
     verify     hashing
     memory     making host memory present that tensors are the first to use
     place      copying to where tensors live; also when fetching waits because placing keeps the slots
@@ -50,6 +51,7 @@ OURS = 0.4  # of it in use by the load's own ranks
 _DOING = {
     "store": "reading",
     "disk": "reading from disk",
+    "cache": "copying to and from kept slots",
     "verify": "hashing",
     "memory": "mapping fresh memory",
     "place": "placing",
@@ -332,7 +334,7 @@ class LoadReport(Jsonable):
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that nodes had already, in their arenas or on disk."""
+        """Bytes that nodes had in their arenas already."""
         return sum(node.cached_bytes for node in self.nodes)
 
     @property

@@ -229,13 +229,15 @@ class NodeReport(Jsonable):
     def plus(self, later: NodeReport) -> NodeReport:
         """Return this share of the load together with a later one of the same node.
 
-        Integers are added, unless `_OF_THE_AGENT` names them. A chunk that both shares need counts for each, because
+        Integers are added and booleans joined by "or", unless `_OF_THE_AGENT` names them. A chunk that both shares need counts for each, because
         one of them found it in the arena.
         """
+        names = [item.name for item in fields(self) if item.name not in _OF_THE_AGENT]
+        pairs = {name: (getattr(self, name), getattr(later, name)) for name in names}
         sums = {
-            name: getattr(self, name) + getattr(later, name)
-            for name in (item.name for item in fields(self))
-            if isinstance(getattr(self, name), int) and name not in _OF_THE_AGENT
+            name: mine or theirs if isinstance(mine, bool) else mine + theirs
+            for name, (mine, theirs) in pairs.items()
+            if isinstance(mine, int)
         }
         retries = dict(Counter(self.retries) + Counter(later.retries))
         return replace(self, **sums, retries=retries, objects=join_checks((*self.objects, *later.objects)))

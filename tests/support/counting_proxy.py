@@ -19,7 +19,7 @@ import socketserver
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from http import HTTPStatus
+from http.client import responses
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
@@ -57,7 +57,7 @@ def s3_refusal(status: int, code: str, message: str = "as the test has it") -> b
     """Return an answer with S3's error document; without its code when `code` is empty."""
     named = f"<Code>{code}</Code>" if code else ""
     body = f"<?xml version='1.0'?><Error>{named}<Message>{message}</Message></Error>"
-    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/xml\r\n"
+    head = f"HTTP/1.1 {status} {responses.get(status, 'Refused')}\r\nContent-Type: application/xml\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 

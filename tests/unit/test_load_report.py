@@ -193,5 +193,16 @@ def test_the_report_says_limit_sources_retries_and_memory():
     assert plain["ranks"][0]["peak_requests"] == 6
 
 
+def test_shares_of_a_node_are_added():
+    node = NodeReport("n1", "host-a", 2, 20, 2, 20, 0, 0, 0, 0, {"reset": 1}, direct=True)
+    both = node.plus(node)
+    assert (both.store_chunks, both.store_bytes, both.retries) == (
+        2 * node.store_chunks,
+        2 * node.store_bytes,
+        {"reset": 2},
+    )
+    assert both.direct is True and node.plus(NodeReport("n1", "host-a", 0, 0, 0, 0, 0, 0, 0, 0, {})).direct is True
+
+
 def _fields(report: RankReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in report.__dataclass_fields__}

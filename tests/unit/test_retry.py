@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import errors as cluster_errors
-from cluster.scheduling.retry import RETRIES, Fail, Retry, cause_of, decide
+from cluster.scheduling.retry import RETRIES, Fail, Retry, asks_for_fewer_requests, cause_of, decide
 from storage import errors as storage_errors
 from storage.errors import LongshoreError
 
@@ -92,3 +92,7 @@ def test_another_worker_is_asked_for_once_one_has_had_its_tries():
     assert decide("digest_mismatch", 2, 0.0) == Retry(0.0)
     assert decide("digest_mismatch", 3, 0.0) == Retry(0.0)
     assert decide("worker_died", 1, 0.9) == Retry(0.0)
+
+
+def test_only_throttling_asks_for_fewer_requests():
+    assert [cause for cause in RETRIES if asks_for_fewer_requests(cause)] == ["throttled"]
