@@ -229,8 +229,8 @@ class NodeReport(Jsonable):
     def plus(self, later: NodeReport) -> NodeReport:
         """Return this share of the load together with a later one of the same node.
 
-        Integers are added and booleans joined by "or", unless `_OF_THE_AGENT` names them. A chunk that both shares need counts for each, because
-        one of them found it in the arena.
+        Integers are added and booleans joined by "or", unless `_OF_THE_AGENT` names them. A chunk that both shares need
+        counts for each, because one of them found it in the arena.
         """
         names = [item.name for item in fields(self) if item.name not in _OF_THE_AGENT]
         pairs = {name: (getattr(self, name), getattr(later, name)) for name in names}

@@ -201,7 +201,8 @@ def test_shares_of_a_node_are_added():
         2 * node.store_bytes,
         {"reset": 2},
     )
-    assert both.direct is True and node.plus(NodeReport("n1", "host-a", 0, 0, 0, 0, 0, 0, 0, 0, {})).direct is True
+    assert both.direct is True
+    assert node.plus(NodeReport("n1", "host-a", 0, 0, 0, 0, 0, 0, 0, 0, {})).direct is True
 
 
 def _fields(report: RankReport) -> dict[str, Any]:
