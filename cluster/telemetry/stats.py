@@ -120,8 +120,8 @@ class RankReport(Jsonable):
     cpu_s: float = 0.0  # processor seconds of the worker during load_s
     host_busy: float = 0.0  # part of the host's processor time in load_s that anybody used, 0 to 1
     cpus: int = 0  # processors that the worker may use
-    requests: int = 0  # it ended with so many requests in flight
-    peak_requests: int = 0
+    requests: int = 0  # allowed in flight at its end
+    peak_requests: int = 0  # the most that were allowed at any time
     throttles: int = 0  # answers of the store that asked for fewer
     converted_tensors: int = 0  # stored tensors that were cast or quantized on their way in
     converted_bytes: int = 0  # what was read for them

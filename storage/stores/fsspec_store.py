@@ -44,14 +44,13 @@ from storage.errors import (
     ShortRead,
     StoreError,
     StoreUnavailable,
-    Throttled,
     UnsupportedStore,
 )
 from storage.problems import install_hint, without_secrets
 from storage.store_ref import Credentials, StoreRef, origin
 from storage.stores.connections import find_proxy, proxy_refusal, tls_context
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key
-from storage.stores.requests import ReadLimit, outlived, passing_refusal
+from storage.stores.requests import PASSING, ReadLimit, outlived, passing_refusal
 
 
 def printable_cause(error: Exception) -> Exception:
@@ -76,8 +75,8 @@ def translated(error: Exception, uri: str, key: str | None) -> StoreError:
         return proxy_refusal(status, **where)
     code = str(getattr(error, "error_code", None) or "")  # set by Azure
     passing = passing_refusal(status if isinstance(status, int) else 0, code)
-    if passing is Throttled:
-        return Throttled("the store requires fewer requests", status=status, **where)
+    if passing is not None and passing in PASSING:
+        return passing(PASSING[passing], status=status, **where)
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status in (404, 410):
         return ObjectNotFound("no such object", **where)
     if isinstance(error, PermissionError) or status in (401, 403):

@@ -14,6 +14,8 @@ store and every kind of request: reads, listings, stats and uploads. Its sources
 - codes: those that botocore's standard mode retries (botocore/retries/standard.py: transient and throttled errors)
 - codes of S3 itself: the error list of the S3 API Reference ("Error responses"), where it says to try again
 - codes with the prefix "KMS.": S3 forwards what AWS KMS answered (KMS API Reference, "Common errors")
+- codes of other stores with S3's or their own API: MinIO (its cmd/api-errors.go) and Azure Blob Storage ("Blob service
+  error codes")
 - statuses: 408, 425, 429 and 5xx as RFC 9110, RFC 8470 and RFC 6585 describe them; 509 from botocore/data/_retry.json
 """
 
@@ -190,6 +192,10 @@ _TRANSIENT_CODES = frozenset(
 _THROTTLING_STATUSES = frozenset({429, 509})
 _TRANSIENT_STATUSES = frozenset({408, 425})
 _FINAL_STATUSES = frozenset({501, 505})  # the server does not implement the request and never will
+
+
+# The message of each kind of passing refusal that callers can tell apart.
+PASSING: dict[type[StoreUnavailable], str] = {Throttled: "the store requires fewer requests"}
 
 
 def passing_refusal(status: int, code: str = "") -> type[StoreUnavailable] | None:

@@ -30,11 +30,10 @@ from storage.errors import (
     RangeMismatch,
     StoreError,
     StoreUnavailable,
-    Throttled,
 )
 from storage.stores.connections import Proxy, proxy_refusal
 from storage.stores.object_store import ByteRange, ObjectInfo
-from storage.stores.requests import passing_refusal
+from storage.stores.requests import PASSING, passing_refusal
 
 MAX_ERROR_BODY_BYTES = 64 << 10  # read at most this much of the body of an error
 
@@ -86,8 +85,8 @@ def store_error(
     if status == 407:
         return proxy_refusal(status, uri=uri, key=key, range=range)
     passing = passing_refusal(status, code)
-    if passing is Throttled:
-        return Throttled("the store requires fewer requests", **where)
+    if passing is not None and passing in PASSING:
+        return passing(PASSING[passing], **where)
     if status == 412 or code == "PreconditionFailed":
         return ObjectChanged("object is not the pinned version", **where)
     if code in _MISSING or status == 404:
