@@ -107,6 +107,8 @@ class NodeJob:
     process: ProcessId | None = None  # process that hosts the rank; the rank ends with it at the latest
     group: GroupMember | None = None  # membership of that process
     is_local: bool = False  # the model is local files
+    on_demand: bool = False  # its ranks are readers, which get chunks only when they ask (`RankUpdate.asks`)
+    group_patience_s: float = 10.0  # a chunk waits this long for readers without progress while others need its slot
 
     @property
     def part(self) -> tuple[str, int]:
@@ -225,6 +227,8 @@ class RankUpdate:
     leaving: bool = False  # the last message: the rank no longer uses the arena, done or not
     others: ArenaAccess = ()  # see RankHello; when leaving
     stats: RankStats | None = None  # once a heartbeat, and when leaving
+    asks: tuple[int, ...] = ()  # chunks that a reader on demand needs; it may have placed them before
+    passed: tuple[tuple[int, int], ...] = ()  # half-open ranges of ids of chunks that it will not ask for
 
     def lease_ids(self) -> list[str]:
         """Return the ids of the leases that ended with this update."""

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from actors.node.chunk_sources import ChunkSources, LoadMeter, source_of
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
+from actors.node.reader_group import ReaderGroup
 from cluster.errors import ChunkFailed
 from cluster.messages import (
     DIRECT,
@@ -234,7 +235,8 @@ class ChunkFlow:
             for rank, incarnation in zip(job.ranks, incarnations, strict=True)
         }
         self.keys = ChunkKeys(tables.shared, job.store_identity, job.load_id)
-        self.queue = LeaseQueue(tables.needs)
+        self.queue = LeaseQueue(tables.needs, on_demand=job.on_demand)
+        self._readers = ReaderGroup(tables.needs, job.group_patience_s, now_s) if job.on_demand else None
         self.hedges = SecondLeases(job, cache, self.keys, self.queue)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
         # The arena keeps chunks that it can keep all, and those that the disk tier has yet to write.
@@ -302,6 +304,8 @@ class ChunkFlow:
             if chunk in place.direct and not self.queue.failures(chunk) and self._cache.kept(key) is None:
                 return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
             lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.part, keep=self._keep)
+            if lease is None and self._drop_expected(now_s):
+                continue
             if lease is None:
                 return None
             if lease.read is None:
@@ -412,7 +416,8 @@ class ChunkFlow:
         if ranks:
             self._cached[chunk] = cached
         for rank in ranks:
-            self.ranks[rank].grantable.append(chunk)
+            if self._readers is None or not self._readers.expects(rank, chunk):
+                self.ranks[rank].grantable.append(chunk)
 
     def grant(self, place: RankPlace) -> list[tuple[int, int]]:
         """Return the (chunk, slot) pairs that a rank may now read. From here on its process holds the slots."""
@@ -435,6 +440,8 @@ class ChunkFlow:
             self._cache.release(granted, place.process, self._user(place.rank, chunk))
         if self.queue.placed(place.rank, chunk):
             self._unpin(place.rank, chunk)
+        if self._readers is not None:
+            self._readers.read(place.rank, chunk, place.heard_s)
 
     def _unpin(self, rank: int, chunk: int) -> None:
         cached = self._cached.get(chunk)
@@ -442,6 +449,50 @@ class ChunkFlow:
             self._cache.unpin(cached, self._user(rank, chunk))
             if not self.queue.needing(chunk):
                 del self._cached[chunk]
+
+    # -- readers on demand -------------------------------------------------------------------------------------
+
+    def ask(self, place: RankPlace, chunks: Iterable[int], now_s: float) -> None:
+        """Fetch these chunks for a reader, or grant them from the arena."""
+        readers = self._readers
+        if readers is None or place.lost:
+            return
+        for chunk in chunks:
+            if not readers.may_ask(place.rank, chunk):
+                continue
+            was_expected = readers.expects(place.rank, chunk)
+            others = readers.asked(place.rank, chunk, now_s)
+            if chunk in self._cached if was_expected else self._need(place.rank, chunk):
+                place.grantable.append(chunk)
+            for rank in others:
+                self._need(rank, chunk)
+
+    def passed(self, place: RankPlace, chunk_ranges: Iterable[tuple[int, int]], now_s: float) -> None:
+        """Stop expecting that a reader reads the chunks in these half-open ranges of ids."""
+        for first, end in chunk_ranges:
+            for chunk in self._readers.passed(place.rank, first, end, now_s) if self._readers is not None else ():
+                self._need_no_more(place.rank, chunk)
+
+    def _need(self, rank: int, chunk: int) -> bool:
+        """Let the rank need one more chunk. Return True if it is in the arena, where it is pinned for the rank now."""
+        if not self.queue.ask(rank, chunk) or (cached := self._cached.get(chunk)) is None:
+            return False
+        # Another rank's pin keeps the chunk there, on this load's account: one more is never refused.
+        return self._cache.pin(cached, self._user(rank, chunk), owner=self._job.part)
+
+    def _need_no_more(self, rank: int, chunk: int) -> None:
+        if self.queue.placed(rank, chunk):
+            self._unpin(rank, chunk)
+
+    def _drop_expected(self, now_s: float) -> bool:
+        """Return True if slots are free now that were kept for readers which have not asked for their chunks."""
+        if self._readers is None:
+            return False
+        kept = [chunk for chunk in self._readers.all_expected() if self._cache.kept(self.keys[chunk]) is not None]
+        dropped = self._readers.drop(kept, now_s)
+        for rank, chunk in dropped:
+            self._need_no_more(rank, chunk)
+        return bool(dropped)
 
     # -- ranks come and go -------------------------------------------------------------------------------------
 
@@ -467,6 +518,8 @@ class ChunkFlow:
         self.queue.rank_lost(place.rank)
         for chunk in outstanding:
             self._unpin(place.rank, chunk)
+        if self._readers is not None:
+            self._readers.forget(place.rank)
         place.grantable.clear()
         place.lost = True
 

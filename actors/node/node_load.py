@@ -167,7 +167,7 @@ class NodeLoad:
         elif place.process is not None:
             ended = self._vacate(place, hello.incarnation, now_s)
             place = self.ranks[hello.rank]
-        if place.lost or len(hello.placed) < self._flow.queue.placed_chunks(hello.rank):
+        if place.lost or self.job.on_demand or len(hello.placed) < self._flow.queue.placed_chunks(hello.rank):
             self._flow.forget_needs(place)
             if self.error is None:  # else it is ordered to stop, and its pins would stay for ever
                 self._flow.refill(place)
@@ -246,6 +246,8 @@ class NodeLoad:
             self._flow.hedges.close_losers(self.ranks.values(), chunk, now_s)
         for chunk in update.placed:
             self._flow.placed(place, chunk)
+        self._flow.passed(place, update.passed, now_s)
+        self._flow.ask(place, update.asks, now_s)
         self._requests.ranks = sum(bool(other.process) and self.awaited(other) for other in self.ranks.values())
         self._requests.note(update.requests, update.throttled, now_s)
         self._flow.note_report(update)

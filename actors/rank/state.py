@@ -341,9 +341,19 @@ class RankState:
         return self._answered_s + self._heartbeat_s
 
     def update(
-        self, now_s: float, *, leaving: bool = False, others: ArenaAccess = (), stats: RankStats | None = None
+        self,
+        now_s: float,
+        *,
+        leaving: bool = False,
+        others: ArenaAccess = (),
+        stats: RankStats | None = None,
+        asks: tuple[int, ...] = (),
+        passed: tuple[tuple[int, int], ...] = (),
     ) -> RankUpdate:
-        """Return the message with all results; they are no longer here. `leaving`: it is the last one."""
+        """Return the message with all results; they are no longer here. `leaving`: it is the last one.
+
+        `asks`, `passed`: see `RankUpdate`.
+        """
         results, self.results = self.results, Results()
         fetched = results.fetched
         idle = not (self._goes_on() or fetched or results.placed or leaving)
@@ -357,7 +367,7 @@ class RankState:
             placed=tuple(results.placed),
             returned=tuple(r.lease_id for r in fetched if r.commit is None and r.failure is None),
             want_leases=0 if leaving else self.want_leases,
-            wait_s=self._heartbeat_s if idle else 0.0,
+            wait_s=self._wait_s if idle else 0.0,
             placed_bytes=self.placed_bytes,
             retries=dict(results.retries),
             requests=tuple((size_bytes, took_s, now_s - ended_s) for size_bytes, took_s, ended_s in results.requests),
@@ -365,6 +375,8 @@ class RankState:
             leaving=leaving,
             others=others,
             stats=stats,
+            asks=asks,
+            passed=passed,
         )
         return self._asked
 
@@ -497,6 +509,11 @@ class RankState:
         """Return True when something goes on here without the agent."""
         placeable = self.readable and self.held_until_s is None
         return bool(self.leases or self.begun or self.copying or placeable)
+
+    @property
+    def _wait_s(self) -> float:
+        """How long the agent may hold its answer while nothing goes on here."""
+        return self._heartbeat_s
 
     def _batch(self) -> int:
         return max(self.requests, self.batch)

@@ -10,6 +10,9 @@ processor's cache. A rank that is far ahead helps the others first. Otherwise it
 a slow rank would fetch the rest alone. A rank that failed on a chunk does not get it again while another rank of the
 node has not tried it.
 
+Where ranks read on demand (`cluster.safe_open`), a rank needs no chunk until it asks for it, and may ask again for one
+that it has placed.
+
 Every operation is O(log n) in the chunks, times the ranks of one node. `restart_rank` and `rank_lost` cost more.
 """
 
@@ -33,9 +36,13 @@ class RankNeeds:
     It takes one byte per rank and chunk. Every question is O(ranks of the node).
     """
 
-    def __init__(self, positions: Mapping[int, NDArray[np.int64]], count: int) -> None:
-        """`positions` has the positions of the chunks that each rank touches, out of `count` in all."""
+    def __init__(self, positions: Mapping[int, NDArray[np.int64]], count: int, *, on_demand: bool = False) -> None:
+        """`positions` has the positions of the chunks that each rank touches, out of `count` in all.
+
+        `on_demand`: a rank needs none of them until it asks.
+        """
         self.present = set(positions)
+        self._on_demand = on_demand
         self.left = dict.fromkeys(positions, 0)  # number of chunks that the rank has not placed
         self._wants = {rank: np.unique(touched) for rank, touched in positions.items()}
         self._outstanding = {rank: np.zeros(count, np.uint8) for rank in positions}  # 1: not placed
@@ -48,10 +55,18 @@ class RankNeeds:
         return len(self.present) == len(self.left) and not any(self.left.values())
 
     def begin_anew(self, rank: int) -> None:
-        """Mark the rank as present, with nothing placed."""
+        """Mark the rank as present, with nothing placed, and nothing asked for."""
         self.present.add(rank)
-        self._outstanding[rank][self._wants[rank]] = 1
-        self.left[rank] = len(self._wants[rank])
+        self._outstanding[rank][self._wants[rank]] = 0 if self._on_demand else 1
+        self.left[rank] = 0 if self._on_demand else len(self._wants[rank])
+
+    def ask(self, rank: int, position: int) -> bool:
+        """Let the rank need the chunk, whether it has placed it before or not. Return False if it needs it already."""
+        if self.needs(rank, position):
+            return False
+        self._outstanding[rank][position] = 1
+        self.left[rank] += 1
+        return True
 
     def placed(self, rank: int, position: int) -> bool:
         """Record that the rank has placed the chunk. Return False if it was not needed or the rank is absent."""
@@ -154,8 +169,17 @@ class LeaseQueue:
     until `restart_rank`.
     """
 
-    def __init__(self, needs: Mapping[int, NDArray[np.int64]], chunk_ids: NDArray[np.int64] | None = None) -> None:
-        """`chunk_ids` gives the plan order; the default is ascending. Raises ValueError if it lacks a needed chunk."""
+    def __init__(
+        self,
+        needs: Mapping[int, NDArray[np.int64]],
+        chunk_ids: NDArray[np.int64] | None = None,
+        *,
+        on_demand: bool = False,
+    ) -> None:
+        """`chunk_ids` gives the plan order; the default is ascending. Raises ValueError if it lacks a needed chunk.
+
+        `on_demand`: a rank needs a chunk when it has asked for it (`ask`).
+        """
         wanted = np.unique(np.concatenate([*needs.values(), np.empty(0, np.int64)]))
         order = wanted if chunk_ids is None else np.asarray(chunk_ids)
         if not np.isin(wanted, order).all():
@@ -167,12 +191,15 @@ class LeaseQueue:
         numbers = list(range(len(order)))
         self._position = dict(zip(self._order, numbers, strict=True))
         self._ranks = RankNeeds(
-            {rank: by_id[np.searchsorted(order, ids, sorter=by_id)] for rank, ids in needs.items()}, len(order)
+            {rank: by_id[np.searchsorted(order, ids, sorter=by_id)] for rank, ids in needs.items()},
+            len(order),
+            on_demand=on_demand,
         )
-        self._state = [ChunkState.PENDING] * len(order)
+        self._on_demand = on_demand
+        self._state = [ChunkState.DONE if on_demand else ChunkState.PENDING] * len(order)
         self._leases = [0] * len(order)  # running leases per position
         # `_fresh` and `_own` are heaps of chunks that never failed. Stale entries are skipped.
-        self._fresh = numbers.copy()
+        self._fresh = [] if on_demand else numbers.copy()
         self._own = {rank: [numbers[position] for position in self._ranks.missing(rank)] for rank in needs}
         self._ahead = 8 * len(needs)  # positions that a rank may be ahead of the first chunk without a lease
         self._assigned: dict[int, int] = {}  # position -> the only rank that may fetch it
@@ -246,8 +273,8 @@ class LeaseQueue:
         return self._ranks.left[rank]
 
     def placed_chunks(self, rank: int) -> int:
-        """Return how many chunks the rank has placed."""
-        return len(self._ranks.wants(rank)) - self._ranks.left[rank]
+        """Return how many chunks the rank has placed. With `on_demand` that is not counted: 0."""
+        return 0 if self._on_demand else len(self._ranks.wants(rank)) - self._ranks.left[rank]
 
     @property
     def complete(self) -> bool:
@@ -280,6 +307,20 @@ class LeaseQueue:
             self._state[position] = ChunkState.DONE
         if not self._ranks.left[rank]:
             self._offer_again()
+        return True
+
+    def ask(self, rank: int, chunk: int) -> bool:
+        """Let the rank need the chunk, also one that it has placed before. Return False if it needs it already.
+
+        Raises KeyError for a chunk that no rank touches.
+        """
+        position = self._position[chunk]
+        if rank not in self._ranks.present or not self._ranks.ask(rank, position):
+            return False
+        if self._state[position] is ChunkState.DONE:
+            self._to_pending(position)
+        elif self._is_fresh(position):
+            heapq.heappush(self._own[rank], position)
         return True
 
     def evicted(self, chunk: int) -> None:

@@ -1,0 +1,96 @@
+"""What the readers of one model on one node may still read. Pure.
+
+A reader asks for chunks when it needs them (`cluster.safe_open`). The readers of a group read the same model, often one
+shortly after the other: the ranks of an inference engine. So a chunk that one reader asked for is *expected* by the
+others. It stays in the window until each of them has read it, has passed it, or is idle:
+
+    asked by one reader --> expected by the others that have neither read nor passed it
+    asked by another    --> granted to it at once
+    passed              --> this reader will not read it, as its rank has no part of it
+    idle                --> no progress of this reader for `patience_s` while somebody waits for a slot
+
+A chunk that is no longer expected may be read again. Then it comes from the arena's kept slots, or once more from the
+store. So no reader ever waits for another one longer than `patience_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ReaderGroup:
+    """The expectations of one group's readers. Ranks are the numbers of readers."""
+
+    def __init__(self, needs: Mapping[int, NDArray[np.int64]], patience_s: float, now_s: float) -> None:
+        """`needs` has the ids of all chunks with tensors, for each reader."""
+        size = 1 + max((int(ids[-1]) for ids in needs.values() if len(ids)), default=-1)
+        self._patience_s = patience_s
+        self._needs = {rank: frozenset(ids.tolist()) for rank, ids in needs.items()}
+        self._unread = {rank: np.zeros(size, bool) for rank in needs}
+        for rank, ids in needs.items():
+            self._unread[rank][ids] = True
+        self._expected: dict[int, set[int]] = {rank: set() for rank in needs}
+        self._active_s = dict.fromkeys(needs, now_s)
+
+    def may_ask(self, rank: int, chunk: int) -> bool:
+        """Return whether the chunk has tensors. A message may name any number."""
+        return chunk in self._needs[rank]
+
+    def expects(self, rank: int, chunk: int) -> bool:
+        """Return whether the chunk waits for a reader that has not asked for it."""
+        return chunk in self._expected[rank]
+
+    def asked(self, rank: int, chunk: int, now_s: float) -> list[int]:
+        """Record that a reader needs the chunk. Return the readers that expect it from now on."""
+        self._active_s[rank] = now_s
+        self._expected[rank].discard(chunk)
+        self._unread[rank][chunk] = False
+        found = [
+            other
+            for other in self._unread
+            if other != rank and self._unread[other][chunk] and chunk not in self._expected[other]
+            if now_s - self._active_s[other] <= self._patience_s
+        ]
+        for other in found:
+            self._expected[other].add(chunk)
+        return found
+
+    def read(self, rank: int, chunk: int, now_s: float) -> None:
+        """Record that a reader has read the chunk, or has given it up."""
+        self._active_s[rank] = now_s
+        self._expected[rank].discard(chunk)
+        if self.may_ask(rank, chunk):
+            self._unread[rank][chunk] = False
+
+    def passed(self, rank: int, first: int, end: int, now_s: float) -> list[int]:
+        """Record that a reader will not read the chunks first .. end - 1. Return those that it expected, ascending."""
+        self._active_s[rank] = now_s
+        self._unread[rank][max(first, 0) : max(end, 0)] = False
+        found = sorted(chunk for chunk in self._expected[rank] if first <= chunk < end)
+        self._expected[rank].difference_update(found)
+        return found
+
+    def forget(self, rank: int) -> None:
+        """Drop what a reader expects, because its process is gone. Its successor begins to read anew."""
+        self._expected[rank].clear()
+
+    def drop(self, kept: Iterable[int], now_s: float) -> list[tuple[int, int]]:
+        """Drop expectations because a reader waits for a slot. Return them as (reader, chunk), ascending.
+
+        Those on chunks in `kept`, which the arena keeps besides, go first. If there are none, those of idle readers go.
+        """
+        cheap = set(kept)
+        found = [(rank, chunk) for rank, chunks in self._expected.items() for chunk in chunks & cheap]
+        if not found:
+            idle = [rank for rank, active_s in self._active_s.items() if now_s - active_s > self._patience_s]
+            found = [(rank, chunk) for rank in idle for chunk in self._expected[rank]]
+        for rank, chunk in found:
+            self._expected[rank].discard(chunk)
+        return sorted(found)
+
+    def all_expected(self) -> set[int]:
+        """Return the chunks that any reader expects."""
+        return set().union(*self._expected.values())

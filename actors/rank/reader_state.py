@@ -1,0 +1,160 @@
+"""Decides what a reader does next: a rank that gets chunks on demand, and keeps none of them. Pure.
+
+    consumer -- want --> wanted -- update --> agent
+                           |                   |
+                           +<-- readable ------+ (also fetched by this reader, under leases)
+    consumer -- begin_read(chunk) --> slot ... end_read(chunk) ... give_back(chunk) --> agent
+
+A reader holds the slot of a readable chunk until it gives the chunk back, so that small tensors of one chunk cost one
+message. It gives back what it does not read at the moment when the agent is short of slots. Wanted chunks are wanted
+again after the agent was restarted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from actors.rank.state import RankIdentity, RankState
+from cluster.messages import ArenaAccess, Orders, RankHello, RankUpdate
+from cluster.telemetry.stats import RankStats
+
+ASK_AGAIN_S = 0.01  # a reader that waits for other readers' fetches, and fetches itself, asks the agent this often
+ANSWER_S = 0.05  # an agent without orders answers after this: meanwhile a reader can ask for nothing else
+
+
+class ReaderState(RankState):
+    """Everything that a reader has in hand. `placed` stays empty: chunks are read, not placed."""
+
+    def __init__(self, identity: RankIdentity, most: int, numbers: Iterator[int], *, heartbeat_s: float = 1.0) -> None:
+        """See `RankState`."""
+        super().__init__(identity, 0, most, numbers, heartbeat_s=heartbeat_s)
+        self.wanted: dict[int, None] = {}  # chunks that somebody here needs and that are not readable, in order
+        self.reads: Counter[int] = Counter()  # chunk -> reads of its slot under way
+        self._unasked: dict[int, None] = {}  # of `wanted`, those that the agent was not asked for
+        self._passed: list[tuple[int, int]] = []
+        self._closed = False
+
+    # -- consumers ---------------------------------------------------------------------------------------------
+
+    def want(self, chunks: Iterable[int]) -> None:
+        """Ask for chunks that are neither readable nor wanted already."""
+        for chunk in chunks:
+            if chunk not in self.wanted and not self.is_readable(chunk):
+                self.wanted[chunk] = self._unasked[chunk] = None
+
+    def is_readable(self, chunk: int) -> bool:
+        """Return whether `begin_read` would return a slot."""
+        return (chunk in self.readable or chunk in self.copying) and not self.draining
+
+    def begin_read(self, chunk: int) -> int | None:
+        """Return the slot that has the chunk, which stays until `end_read`. None when it is not readable."""
+        if not self.is_readable(chunk):
+            return None
+        self.readable.move_to_end(chunk)
+        self.copying.add(chunk)
+        self.reads[chunk] += 1
+        return self.readable[chunk]
+
+    def end_read(self, chunk: int) -> None:
+        """End one read of the chunk's slot."""
+        self.reads[chunk] -= 1
+        if not self.reads[chunk]:
+            del self.reads[chunk]
+            self.copying.discard(chunk)
+            if self.draining:
+                self.readable.pop(chunk, None)
+
+    def give_back(self, chunks: Iterable[int], now_s: float) -> None:
+        """Give up chunks that are not being read: readable ones, and wanted ones that have not come."""
+        for chunk in chunks:
+            if chunk in self.copying:
+                continue
+            known = self.readable.pop(chunk, None) is not None
+            if chunk in self.wanted:
+                del self.wanted[chunk]
+                known = chunk not in self._unasked
+                self._unasked.pop(chunk, None)
+            if known:
+                self.results.placed.append(chunk)
+                self.results.since_s = min(self.results.since_s, now_s)
+
+    def pass_by(self, first: int, end: int) -> None:
+        """Say that this reader will not ask for the chunks first .. end - 1, so that nobody keeps them for it."""
+        if first < end:
+            self._passed.append((first, end))
+
+    def close(self) -> None:
+        """Nobody reads any more. The reader drains and leaves."""
+        self._closed = True
+        self.wanted.clear()
+        self._unasked.clear()
+
+    @property
+    def finished(self) -> bool:
+        """True when nobody reads any more."""
+        return self._closed
+
+    # -- the conversation with the agent -----------------------------------------------------------------------
+
+    def hello(self, others: ArenaAccess = ()) -> RankHello:
+        """See `RankState.hello`. Everything that is wanted will be asked for again."""
+        self._unasked = dict.fromkeys(self.wanted)
+        self.results.placed.clear()  # an agent that gets a hello knows that nothing is held
+        return super().hello(others)
+
+    @property
+    def update_due_s(self) -> float:
+        """See `RankState.update_due_s`. A reader that wants nothing is silent between heartbeats."""
+        if self._closed or self.draining or self.error is not None:
+            return super().update_due_s
+        fetches = bool(self.leases or self.begun)
+        if self._unasked or self._passed or (self.wanted and (len(self.results) or not fetches)):
+            return -math.inf
+        if self.wanted:
+            return self._answered_s + ASK_AGAIN_S
+        return super().update_due_s
+
+    def update(
+        self, now_s: float, *, leaving: bool = False, others: ArenaAccess = (), stats: RankStats | None = None
+    ) -> RankUpdate:
+        """See `RankState.update`."""
+        asks, self._unasked = tuple(self._unasked), {}
+        passed, self._passed = tuple(self._passed), []
+        return super().update(now_s, leaving=leaving, others=others, stats=stats, asks=asks, passed=passed)
+
+    def drain(self, now_s: float, *, finish: bool = False) -> None:
+        """See `RankState.drain`. Slots that are being read stay until the reads end."""
+        super().drain(now_s, finish=finish)
+        for chunk in [chunk for chunk in self.readable if chunk not in self.copying]:
+            del self.readable[chunk]
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _take(self, orders: Orders, now_s: float) -> None:
+        super()._take(orders, now_s)
+        unwanted = []
+        for chunk, _ in orders.readable:
+            if chunk in self.wanted:
+                del self.wanted[chunk]
+                self._unasked.pop(chunk, None)
+            else:
+                unwanted.append(chunk)
+        if self.draining or (orders.short_of == "slots" and self.wanted):
+            unwanted = list(self.readable)
+        self.give_back(unwanted, now_s)
+
+    def _goes_on(self) -> bool:
+        return bool(self.leases or self.begun)
+
+    @property
+    def _wait_s(self) -> float:
+        return ANSWER_S if self.wanted else 0.0
+
+    def _is_worth_a_message(self) -> bool:
+        if self.error is not None or self.finished:
+            return True
+        if self.requests > self._reported_requests or self.results.throttled:
+            return True
+        return len(self.results) >= self._batch()

@@ -1,0 +1,432 @@
+"""Readers on demand: what the agent fetches and keeps for a group of them, whatever they do to each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from actors.node.reader_group import ReaderGroup
+from actors.rank.reader_state import ReaderState
+from actors.rank.state import RankIdentity
+from cluster.messages import NodeJob
+from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
+from tests.support.node_simulation import CHUNK_BYTES, MOST_REQUESTS, NodeSimulation, SimLoad, SimModel, SimRank
+
+PATIENCE_S = 10.0
+
+# --- the pure parts ------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_needed_when_they_are_asked_for():
+    queue = LeaseQueue({0: np.arange(4), 1: np.arange(4)}, on_demand=True)
+    assert queue.complete
+    assert queue.next_for(0) is None
+    assert queue.ask(0, 2)
+    assert not queue.ask(0, 2)
+    assert (queue.next_for(1), queue.left(0), queue.complete) == (2, 1, False)
+    queue.leased(2, 1)
+    assert queue.committed(2) == (0,)
+    assert queue.ask(1, 2)
+    assert queue.placed(0, 2)
+    assert queue.state(2) is ChunkState.COMMITTED
+    assert queue.placed(1, 2)
+    assert (queue.state(2), queue.complete) == (ChunkState.DONE, True)
+    assert queue.ask(0, 2)  # once more
+    assert queue.next_for(0) == 2
+
+
+def test_a_reader_that_begins_anew_needs_nothing():
+    queue = LeaseQueue({0: np.arange(4)}, on_demand=True)
+    queue.ask(0, 1)
+    queue.rank_lost(0)
+    assert not queue.ask(0, 3)
+    assert queue.restart_rank(0) == []
+    assert (queue.left(0), queue.placed_chunks(0), queue.outstanding(0)) == (0, 0, [])
+    assert queue.ask(0, 3)
+
+
+def group(readers: int = 3, chunks: int = 6) -> ReaderGroup:
+    return ReaderGroup({rank: np.arange(chunks) for rank in range(readers)}, PATIENCE_S, 0.0)
+
+
+def test_other_readers_expect_what_one_has_asked_for():
+    readers = group()
+    assert readers.asked(0, 3, 0.0) == [1, 2]
+    assert readers.asked(1, 3, 0.0) == []
+    assert readers.expects(2, 3)
+    readers.read(2, 3, 0.0)
+    assert readers.asked(0, 3, 0.0) == []  # all have read it, or ask for it now
+
+
+def test_passed_chunks_are_not_expected():
+    readers = group()
+    readers.asked(0, 1, 0.0)
+    assert readers.passed(1, 0, 3, 0.0) == [1]
+    assert readers.asked(0, 2, 0.0) == [2]
+    assert readers.asked(0, 4, 0.0) == [1, 2]
+    assert readers.passed(1, 5, 10**12, 0.0) == []
+
+
+def test_idle_readers_lose_their_chunks_when_slots_are_short():
+    readers = group(2)
+    readers.asked(0, 1, 0.0)
+    readers.asked(0, 2, 0.0)
+    assert readers.drop([2], 0.0) == [(1, 2)]  # the arena keeps it
+    assert readers.drop([], PATIENCE_S) == []
+    assert readers.drop([], PATIENCE_S + 1) == [(1, 1)]
+    assert readers.asked(0, 3, PATIENCE_S + 1) == []
+    readers.read(1, 0, PATIENCE_S + 1)  # it goes on
+    assert readers.asked(0, 4, PATIENCE_S + 1) == [1]
+
+
+# --- on a node -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ReaderLoad(SimLoad):
+    """The readers of one group."""
+
+    def job(self) -> NodeJob:
+        job = super().job()
+        return NodeJob(
+            **{name: getattr(job, name) for name in job.__slots__} | {"on_demand": True, "group_patience_s": PATIENCE_S}
+        )
+
+
+class SimReader(SimRank):
+    """A process with one reader in it."""
+
+    def __init__(self, node: NodeSimulation, load: SimLoad, rank: int, incarnation: int) -> None:
+        super().__init__(node, load, rank, incarnation)
+        identity = RankIdentity(load.load_id, load.attempt, rank, incarnation, self.process)
+        self.state: ReaderState = ReaderState(identity, MOST_REQUESTS, itertools.count(1), heartbeat_s=0.5)
+        self.has_read: list[int] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.state.finished
+
+    @property
+    def readable(self) -> list[tuple[int, int]]:
+        return [] if self.left else list(self.state.readable.items())
+
+    def drain(self) -> None:
+        self.state.drain(self.node.now_s)
+        while self.state.begun:
+            self.end_write()
+        for chunk in list(self.state.reads.elements()):
+            self.state.end_read(chunk)
+
+    def read(self, chunk: int) -> bool:
+        """Begin to read a chunk if it is readable, and want it otherwise."""
+        slot = self.state.begin_read(chunk)
+        if slot is None:
+            self.state.want([chunk])
+            return False
+        self.check(chunk, slot)
+        return True
+
+    def end_reads(self) -> None:
+        for chunk in list(self.state.reads.elements()):
+            self.check(chunk, self.state.readable[chunk])
+            self.state.end_read(chunk)
+            self.has_read.append(chunk)
+
+    def check(self, chunk: int, slot: int) -> None:
+        assert self.node.memory[slot] == self.load.model.content(chunk), f"slot {slot} has another chunk than {chunk}"
+
+    def take_turn(self) -> None:
+        """Fetch what is leased, and exchange one message."""
+        while self.leases:
+            self.begin_write()
+            self.end_write()
+        self.exchange(want=None)
+
+    def read_now(self, chunk: int, others: Sequence[SimReader] = (), turns: int = 12) -> None:
+        """Read a chunk as a consumer does, and give it back."""
+        for _ in range(turns):
+            if self.read(chunk):
+                self.end_reads()
+                self.state.give_back([chunk], self.node.now_s)
+                return
+            self.take_turn()
+            for other in others:
+                other.take_turn()
+        raise AssertionError(f"chunk {chunk} does not come")
+
+
+@dataclass
+class Group:
+    """A node with the readers of one model."""
+
+    slots: int
+    chunks: int
+    readers: int
+    kept_slots: int = 0
+    node: NodeSimulation = field(init=False)
+    all: list[SimReader] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.node = NodeSimulation(self.slots, kept_slots=self.kept_slots)
+        self.model = SimModel(tuple(range(self.chunks)))
+        needs = {rank: list(range(self.chunks)) for rank in range(self.readers)}
+        self.load = ReaderLoad("group", self.model, needs, incarnations=dict.fromkeys(needs, 0))
+        self.node.loads["group"] = self.load
+        self.node.begin(self.load)
+        self.all = [self.start(rank) for rank in range(self.readers)]
+
+    def start(self, rank: int) -> SimReader:
+        reader = SimReader(self.node, self.load, rank, self.load.incarnations[rank])
+        self.load.placements[rank] = reader
+        self.node.ranks.append(reader)
+        reader.exchange()
+        return reader
+
+    @property
+    def fetched(self) -> int:
+        """Chunks that left the store, those fetched twice counted twice."""
+        return sum(self.node.fetched.values())
+
+    def close(self) -> None:
+        """End every reader, and check that the whole arena is free."""
+        for reader in self.all:
+            if reader.works:
+                reader.state.close()
+                for _ in range(4):
+                    reader.take_turn() if not reader.left else None
+                assert reader.left
+        self.node.check_nothing_is_left()
+
+
+def test_only_chunks_that_are_asked_for_are_fetched():
+    here = Group(slots=8, chunks=20, readers=1)
+    (reader,) = here.all
+    for chunk in (3, 17, 4):
+        reader.read_now(chunk)
+    assert (reader.has_read, here.fetched) == ([3, 17, 4], 3)
+    report = here.node.ledger.report("group", "n", "h")
+    assert report.store_bytes == 3 * CHUNK_BYTES
+    here.close()
+
+
+@pytest.mark.parametrize("kept_slots", [0, 100])
+def test_a_reader_ten_times_slower_causes_no_second_read(kept_slots: int):
+    here = Group(slots=8, chunks=64, readers=2, kept_slots=kept_slots)
+    at = [0, 0]
+    for turn in range(10 * 64 * 2):
+        for number, reader in enumerate(here.all):
+            if (number == 1 and turn % 10) or at[number] == 64:
+                reader.take_turn()  # threads of a slow reader fetch all the same
+            elif reader.read(at[number]):
+                reader.end_reads()
+                reader.state.give_back([at[number]], here.node.now_s)
+                at[number] += 1
+            reader.take_turn()
+        here.node.time_passes(0.5)
+        if at == [64, 64]:
+            break
+    assert at == [64, 64]
+    assert here.fetched == 64
+    here.close()
+
+
+@pytest.mark.parametrize("fate", ["stops", "dies", "never starts"])
+def test_a_reader_that_does_nothing_delays_the_others_by_the_patience(fate: str):
+    here = Group(slots=8, chunks=40, readers=2)
+    reader, other = here.all
+    if fate == "dies":
+        other.read(0)
+        other.take_turn()
+        here.node.kill(other)
+        here.node.tick()
+    elif fate == "stops":
+        for chunk in (0, 1):
+            other.read(chunk)
+            other.take_turn()
+        other.asleep = True
+    waited_s = 0.0
+    for chunk in range(40):
+        while not reader.read(chunk):
+            reader.take_turn()
+            here.node.time_passes(0.5)
+            waited_s += 0.5
+        reader.end_reads()
+        reader.state.give_back([chunk], here.node.now_s)
+        reader.take_turn()
+    assert here.fetched in (40, 41)
+    assert waited_s <= 40 * 1.0 + PATIENCE_S + 1
+    if fate == "stops":  # what was dropped for it is read again, and counted
+        other.asleep = False
+        for chunk in range(40):
+            other.read_now(chunk, [reader])
+        late = 1  # the lease that it slept through: its bytes came too late to be committed
+        assert here.node.ledger.report("group", "n", "h").refetched_chunks == here.fetched - 40 - late > 0
+    here.close()
+
+
+def test_readers_of_different_parts_do_not_wait_for_each_other():
+    here = Group(slots=8, chunks=40, readers=2)
+    first, second = here.all
+    first.state.pass_by(20, 40)
+    second.state.pass_by(0, 20)
+    for reader in here.all:
+        reader.take_turn()
+    for chunk in range(20):
+        first.read_now(chunk)
+        second.read_now(chunk + 20)
+    assert (here.fetched, here.node.now_s) == (40, 0.0)
+    here.close()
+
+
+def test_a_chunk_read_again_comes_from_the_kept_slots():
+    here = Group(slots=8, chunks=40, readers=1, kept_slots=40)
+    (reader,) = here.all
+    for chunk in [*range(40), *range(40)]:
+        reader.read_now(chunk)
+    assert here.fetched == 40
+    here.close()
+
+
+def test_a_restarted_agent_serves_what_is_still_wanted():
+    here = Group(slots=8, chunks=10, readers=1)
+    (reader,) = here.all
+    assert not reader.read(5)
+    reader.take_turn()
+    here.node.restart_agent()
+    here.node.begin(here.load)
+    reader.read_now(5)
+    assert reader.has_read == [5]
+    here.close()
+
+
+class ManyReaders(RuleBasedStateMachine):
+    """Any readers, messages, deaths and restarts. Nobody reads a wrong byte, and nothing is left."""
+
+    @initialize(slots=st.integers(7, 10), readers=st.integers(1, 3), kept=st.sampled_from([0, 5, 30]))
+    def begin(self, slots: int, readers: int, kept: int) -> None:
+        self.here = Group(slots, 12, readers, kept)
+        self.node = self.here.node
+
+    def reader(self, index: int) -> SimReader | None:
+        reader = self.here.all[index % len(self.here.all)]
+        return reader if reader.works else None
+
+    @rule(index=st.integers(0, 2), chunk=st.integers(0, 11))
+    def reads(self, index: int, chunk: int) -> None:
+        if (reader := self.reader(index)) is not None and not reader.finished:
+            reader.read(chunk)
+
+    @rule(index=st.integers(0, 2))
+    def ends_reads(self, index: int) -> None:
+        if (reader := self.reader(index)) is not None:
+            reader.end_reads()
+
+    @rule(index=st.integers(0, 2), chunks=st.lists(st.integers(0, 11)))
+    def gives_back(self, index: int, chunks: list[int]) -> None:
+        if (reader := self.reader(index)) is not None and not reader.finished:
+            reader.state.give_back(chunks, self.node.now_s)
+
+    @rule(index=st.integers(0, 2), first=st.integers(0, 11), count=st.integers(0, 11))
+    def passes(self, index: int, first: int, count: int) -> None:
+        if (reader := self.reader(index)) is not None:
+            reader.state.pass_by(first, first + count)
+
+    @rule(index=st.integers(0, 2))
+    def fetches(self, index: int) -> None:
+        if (reader := self.reader(index)) is not None:
+            reader.begin_write()
+
+    @rule(index=st.integers(0, 2), which=st.integers(0, 3))
+    def has_fetched(self, index: int, which: int) -> None:
+        if (reader := self.reader(index)) is not None:
+            reader.end_write(index=which)
+
+    @rule(index=st.integers(0, 2), fate=st.sampled_from(["arrives", "arrives", "twice", "unanswered", "late", "lost"]))
+    def exchanges(self, index: int, fate: str) -> None:
+        if (reader := self.reader(index)) is not None and not reader.finished:
+            reader.exchange(fate, want=None)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.node.time_passes(seconds)
+        self.node.tick()
+
+    @rule(index=st.integers(0, 2))
+    def sleeps_or_wakes(self, index: int) -> None:
+        reader = self.here.all[index % len(self.here.all)]
+        reader.asleep = not reader.asleep
+
+    @rule(index=st.integers(0, 2))
+    def dies(self, index: int) -> None:
+        number = index % len(self.here.all)
+        self.node.kill(self.here.all[number])
+        self.node.tick()
+        self.here.load.incarnations[number] += 1
+        self.node.ledger.rank_lost("group", number, self.here.load.incarnations[number], self.node.now_s)
+        self.here.all[number] = self.here.start(number)
+
+    @rule()
+    def late_message(self) -> None:
+        self.node.late_message_arrives()
+
+    @precondition(lambda self: self.node.has_memory)
+    @rule()
+    def agent_restarts(self) -> None:
+        self.node.restart_agent()
+        self.node.begin(self.here.load)
+
+    @invariant()
+    def slots_have_what_readers_see(self) -> None:
+        if not hasattr(self, "here"):
+            return
+        for reader in self.here.all:
+            if reader.works:
+                for chunk, slot in reader.readable:
+                    reader.check(chunk, slot)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "here"):
+            return
+        for reader in self.here.all:
+            reader.asleep = False
+            reader.end_reads()
+        self.node.time_passes(60.0)
+        self.node.tick()
+        living = [reader for reader in self.here.all if reader.works]
+        for chunk in range(12):
+            for reader in living:
+                reader.read_now(chunk, living, turns=60)
+        self.here.close()
+
+
+ManyReaders.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestManyReaders = ManyReaders.TestCase
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.sampled_from(["ask", "read", "pass", "drop"]))))
+def test_nothing_is_expected_that_was_read_or_passed(events: list[tuple[int, int, str]]):
+    readers = group()
+    settled: set[tuple[int, int]] = set()
+    for number, (rank, chunk, event) in enumerate(events):
+        if event == "ask":
+            readers.asked(rank, chunk, float(number))
+            settled.discard((rank, chunk))
+        elif event == "read":
+            readers.read(rank, chunk, float(number))
+            settled.add((rank, chunk))
+        elif event == "pass":
+            readers.passed(rank, chunk, chunk + 1, float(number))
+            settled.add((rank, chunk))
+        else:
+            readers.drop([chunk], float(number))
+        for rank, chunk in settled:
+            assert not readers.expects(rank, chunk)
