@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from actors.rank.state import RankIdentity, RankState
-from cluster.messages import ArenaAccess, Orders, RankHello, RankUpdate
-from cluster.telemetry.stats import RankStats
+from cluster.messages import ArenaAccess, Orders, RankHello
 
 ASK_AGAIN_S = 0.01  # a reader that waits for other readers' fetches, and fetches itself, asks the agent this often
 ANSWER_S = 0.05  # an agent without orders answers after this: meanwhile a reader can ask for nothing else
@@ -116,14 +116,6 @@ class ReaderState(RankState):
             return self._answered_s + ASK_AGAIN_S
         return super().update_due_s
 
-    def update(
-        self, now_s: float, *, leaving: bool = False, others: ArenaAccess = (), stats: RankStats | None = None
-    ) -> RankUpdate:
-        """See `RankState.update`."""
-        asks, self._unasked = tuple(self._unasked), {}
-        passed, self._passed = tuple(self._passed), []
-        return super().update(now_s, leaving=leaving, others=others, stats=stats, asks=asks, passed=passed)
-
     def drain(self, now_s: float, *, finish: bool = False) -> None:
         """See `RankState.drain`. Slots that are being read stay until the reads end."""
         super().drain(now_s, finish=finish)
@@ -144,6 +136,11 @@ class ReaderState(RankState):
         if self.draining or (orders.short_of == "slots" and self.wanted):
             unwanted = list(self.readable)
         self.give_back(unwanted, now_s)
+
+    def _take_wishes(self) -> dict[str, Any]:
+        asks, self._unasked = tuple(self._unasked), {}
+        passed, self._passed = tuple(self._passed), []
+        return {"asks": asks, "passed": passed}
 
     def _goes_on(self) -> bool:
         return bool(self.leases or self.begun)

@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from actors.node.chunk_sources import by_source, source_of
 from cluster.messages import ArenaAccess, Commit, FetchFailure, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate
@@ -341,19 +341,9 @@ class RankState:
         return self._answered_s + self._heartbeat_s
 
     def update(
-        self,
-        now_s: float,
-        *,
-        leaving: bool = False,
-        others: ArenaAccess = (),
-        stats: RankStats | None = None,
-        asks: tuple[int, ...] = (),
-        passed: tuple[tuple[int, int], ...] = (),
+        self, now_s: float, *, leaving: bool = False, others: ArenaAccess = (), stats: RankStats | None = None
     ) -> RankUpdate:
-        """Return the message with all results; they are no longer here. `leaving`: it is the last one.
-
-        `asks`, `passed`: see `RankUpdate`.
-        """
+        """Return the message with all results; they are no longer here. `leaving`: it is the last one."""
         results, self.results = self.results, Results()
         fetched = results.fetched
         idle = not (self._goes_on() or fetched or results.placed or leaving)
@@ -375,8 +365,7 @@ class RankState:
             leaving=leaving,
             others=others,
             stats=stats,
-            asks=asks,
-            passed=passed,
+            **self._take_wishes(),
         )
         return self._asked
 
@@ -509,6 +498,10 @@ class RankState:
         """Return True when something goes on here without the agent."""
         placeable = self.readable and self.held_until_s is None
         return bool(self.leases or self.begun or self.copying or placeable)
+
+    def _take_wishes(self) -> dict[str, Any]:
+        """Return fields of an update that only readers on demand have (`ReaderState`)."""
+        return {}
 
     @property
     def _wait_s(self) -> float:

@@ -234,7 +234,7 @@ class NodeReport(Jsonable):
         """
         names = [item.name for item in fields(self) if item.name not in _OF_THE_AGENT]
         pairs = {name: (getattr(self, name), getattr(later, name)) for name in names}
-        sums = {
+        sums: dict[str, Any] = {
             name: mine or theirs if isinstance(mine, bool) else mine + theirs
             for name, (mine, theirs) in pairs.items()
             if isinstance(mine, int)

@@ -12,13 +12,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("storage", "cluster", "actors", "serving", "longshore")
+PACKAGES = ("storage", "cluster", "actors", "engines", "serving", "longshore")
 
 # modules of ours that each package may import
 MAY_IMPORT = {
     "storage": {"storage"},
     "cluster": {"storage", "cluster", "longshore"},
     "actors": {"storage", "cluster", "actors", "longshore"},
+    "engines": {"storage", "cluster", "actors", "engines", "longshore"},
     "serving": {"storage", "cluster", "serving", "longshore"},
     "longshore": {"longshore", "cluster"},
 }
@@ -43,6 +44,7 @@ AT_MODULE_LEVEL = {
         "actors/handover/modules",
         "actors/handover/module_places",
         "actors/handover/tensor_views",
+        "engines/lazy_tensor",
     },
 }
 IN_FUNCTIONS = {
