@@ -37,7 +37,8 @@ from typing import Any
 from actors.devices.cpu_device import PROCESS_MEMORY
 from actors.devices.device import Device, OpeningDevice, open_device
 from actors.links import AgentLink
-from actors.rank.executor import PROCESS_ARENAS, RankLoader
+from actors.rank.executor import RankLoader
+from actors.rank.loader import PROCESS_ARENAS
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.messages import RankJob, Version

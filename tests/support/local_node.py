@@ -21,7 +21,8 @@ import numpy as np
 from actors.devices.cpu_device import CpuDevice
 from actors.links import AgentLink
 from actors.node_agent import NodeAgent
-from actors.rank.executor import PROCESS_ARENAS, RankLoader
+from actors.rank.executor import RankLoader
+from actors.rank.loader import PROCESS_ARENAS
 from cluster.config import Config
 from cluster.errors import AgentEnded, ClusterLost
 from cluster.fit.needs import min_slots

@@ -44,7 +44,7 @@ from tests.support.simulated_ray import Host, Later, SimActor
 if TYPE_CHECKING:
     from tests.support.cluster_simulation import ClusterSimulation
 
-AGENT_GONE_S = 60.0  # see actors.rank.executor
+AGENT_GONE_S = 60.0  # see actors.rank.loader
 PACES_S = (0.05, 0.2, 0.2, 1.0)  # a rank does something so often
 TROUBLES = ("twice", "unanswered", "late", "lost")
 

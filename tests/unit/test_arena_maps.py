@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.rank.executor import ArenaMaps
+from actors.rank.loader import ArenaMaps
 from storage.arena.arena import Arena
 from storage.arena.arena_files import arena_path, sweep
 from storage.errors import ArenaError

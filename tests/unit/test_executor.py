@@ -450,7 +450,7 @@ def test_lost_answers_do_not_wait_for_a_deadline(shm_dir: Path):
 
 
 def test_a_complete_rank_survives_the_loss_of_its_agent(shm_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("actors.rank.executor.AGENT_BACK_S", 0.2)
+    monkeypatch.setattr("actors.rank.loader.AGENT_BACK_S", 0.2)
     objects = flat_objects(tensors=2)
     plan = plan_of(objects, (1, 1, 1), 4096)
     with local_node(shm_dir, slots=8) as node:
@@ -469,7 +469,7 @@ def test_a_complete_rank_survives_the_loss_of_its_agent(shm_dir: Path, monkeypat
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_lost_agent_or_an_unknown_load_is_a_typed_error(shm_dir: Path, monkeypatch: pytest.MonkeyPatch, known: bool):
-    monkeypatch.setattr("actors.rank.executor.AGENT_GONE_S", 0.2)
+    monkeypatch.setattr("actors.rank.loader.AGENT_GONE_S", 0.2)
     objects = flat_objects(tensors=2)
     plan = plan_of(objects, (1, 1, 1), 4096)
     with local_node(shm_dir, slots=8) as node:

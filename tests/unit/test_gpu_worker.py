@@ -357,7 +357,7 @@ IMPORTED_PACKAGES = {"blake3", "numpy", "xxhash"}
 IMPORTED = """
 actors actors.devices actors.devices.cpu_device actors.devices.device actors.gpu_worker actors.links actors.node
 actors.node.chunk_sources actors.rank actors.rank.chunk_fetcher actors.rank.chunk_placer actors.rank.executor
-actors.rank.rank_work actors.rank.state actors.shard
+actors.rank.loader actors.rank.rank_work actors.rank.state actors.shard
 cluster cluster.argument_types cluster.errors cluster.fit cluster.fit.device_map cluster.joining
 cluster.joining.node_tasks cluster.layouts cluster.layouts.families cluster.layouts.layout cluster.layouts.mesh
 cluster.layouts.region cluster.layouts.rules cluster.layouts.tensor_cut cluster.messages cluster.planning

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.node.reader_group import ReaderGroup
-from actors.rank.reader_state import ReaderState
+from actors.reader.state import ReaderState
 from actors.rank.state import RankIdentity
 from cluster.messages import NodeJob
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
