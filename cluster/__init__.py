@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from cluster.errors import PlanError as PlanError
     from cluster.errors import RankLost as RankLost
     from cluster.errors import RankTaken as RankTaken
+    from cluster.errors import ReaderClosed as ReaderClosed
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
@@ -123,7 +124,7 @@ _EXPORTS = {
         "DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
-        "RankTaken RemoteCallFailed UnknownFamily VersionMismatch"
+        "RankTaken ReaderClosed RemoteCallFailed UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

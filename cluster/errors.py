@@ -29,6 +29,7 @@ LongshoreError
 +- ModuleMismatch               a rank's tensors do not match a torch module; lists every name
 +- RemoteCallFailed             a function sent by LoadedModel.call raised, or its result cannot be sent back
 +- CallTimeout                  ranks have not answered LoadedModel.call within its timeout_s; names them
++- ReaderClosed                 a model that safe_open opened was read after it was closed, or in a forked process
 """
 
 from __future__ import annotations
@@ -144,6 +145,10 @@ class ModuleMismatch(LongshoreError):
 
 class RemoteCallFailed(LongshoreError):
     """A function that LoadedModel.call sent to a rank raised there, or its result cannot be sent back."""
+
+
+class ReaderClosed(LongshoreError):
+    """A model that `safe_open` opened was read after it was closed, or in a process that was forked afterwards."""
 
 
 class CallTimeout(LongshoreError):

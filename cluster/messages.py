@@ -228,6 +228,7 @@ class RankUpdate:
     others: ArenaAccess = ()  # see RankHello; when leaving
     stats: RankStats | None = None  # once a heartbeat, and when leaving
     asks: tuple[int, ...] = ()  # chunks that a reader on demand needs; it may have placed them before
+    returned_unread: tuple[int, ...] = ()  # chunks that it asked for and may ask for again; it does not read them now
     passed: tuple[tuple[int, int], ...] = ()  # half-open ranges of ids of chunks that it will not ask for
 
     def lease_ids(self) -> list[str]:

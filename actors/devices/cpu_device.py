@@ -162,6 +162,25 @@ class SegmentMemory:
 PROCESS_MEMORY = SegmentMemory()
 
 
+def copy_runs(
+    target: memoryview,
+    begin: int,
+    stride: int,
+    chunk: memoryview,
+    source: int,
+    source_stride: int,
+    run: int,
+    count: int,
+) -> None:
+    """Copy `count` runs of `run` bytes from a chunk, `source_stride` apart from byte `source`, to the target."""
+    if count == 1 and run < _SMALL_BYTES:
+        target[begin : begin + run] = chunk[source : source + run]
+        return
+    # numpy lets other threads run while it copies.
+    written: NDArray[np.uint8] = np.ndarray((count, run), np.uint8, target, begin, (stride, 1))
+    np.copyto(written, np.ndarray((count, run), np.uint8, chunk, source, (source_stride, 1)))
+
+
 class CpuDevice:
     """Host memory of this process, as a `Device`."""
 
@@ -233,12 +252,7 @@ class CpuDevice:
                 current, data, ready_end = number, segment.data.data, -1
             if begin < ready or end > ready_end:
                 ready, ready_end = segment.touch(begin, end)
-            if count == 1 and run < _SMALL_BYTES:
-                data[begin:end] = chunk[source : source + run]
-                continue
-            # numpy lets other threads run while it copies.
-            target: NDArray[np.uint8] = np.ndarray((count, run), np.uint8, data, begin, (stride, 1))
-            np.copyto(target, np.ndarray((count, run), np.uint8, chunk, source, (source_stride, 1)))
+            copy_runs(data, begin, stride, chunk, source, source_stride, run, count)
 
     def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
         parts = []

@@ -426,6 +426,8 @@ class ChunkFlow:
             chunk = place.grantable.popleft()
             if chunk in place.granted or not self.queue.needs(place.rank, chunk):
                 continue
+            if self._readers is not None and self._readers.expects(place.rank, chunk):
+                continue  # returned meanwhile
             cached = self._cached[chunk]
             # Never refused: the rank's pin keeps the chunk there, on this load's account.
             self._cache.hold(cached, place.process, self._user(place.rank, chunk), owner=self._job.part)
@@ -466,6 +468,19 @@ class ChunkFlow:
                 place.grantable.append(chunk)
             for rank in others:
                 self._need(rank, chunk)
+
+    def returned_unread(self, place: RankPlace, chunks: Iterable[int]) -> None:
+        """Release a reader's holds on chunks that it does not read now. They stay while there are slots."""
+        for chunk in chunks:
+            granted = place.granted.pop(chunk, None)
+            if granted is not None and place.process is not None:
+                self._cache.release(granted, place.process, self._user(place.rank, chunk))
+            if self._readers is None or not self._readers.may_ask(place.rank, chunk):
+                continue
+            if self.queue.state(chunk) is ChunkState.PENDING:
+                self._need_no_more(place.rank, chunk)
+            elif self.queue.needs(place.rank, chunk):
+                self._readers.returned(place.rank, chunk)
 
     def passed(self, place: RankPlace, chunk_ranges: Iterable[tuple[int, int]], now_s: float) -> None:
         """Stop expecting that a reader reads the chunks in these half-open ranges of ids."""

@@ -246,6 +246,7 @@ class NodeLoad:
             self._flow.hedges.close_losers(self.ranks.values(), chunk, now_s)
         for chunk in update.placed:
             self._flow.placed(place, chunk)
+        self._flow.returned_unread(place, update.returned_unread)
         self._flow.passed(place, update.passed, now_s)
         self._flow.ask(place, update.asks, now_s)
         self._requests.ranks = sum(bool(other.process) and self.awaited(other) for other in self.ranks.values())

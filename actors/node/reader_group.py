@@ -7,6 +7,7 @@ others. It stays in the window until each of them has read it, has passed it, or
     asked by one reader --> expected by the others that have neither read nor passed it
     asked by another    --> granted to it at once
     passed              --> this reader will not read it, as its rank has no part of it
+    returned unread     --> expected by the reader itself, while nobody waits for a slot
     idle                --> no progress of this reader for `patience_s` while somebody waits for a slot
 
 A chunk that is no longer expected may be read again. Then it comes from the arena's kept slots, or once more from the
@@ -33,6 +34,7 @@ class ReaderGroup:
         for rank, ids in needs.items():
             self._unread[rank][ids] = True
         self._expected: dict[int, set[int]] = {rank: set() for rank in needs}
+        self._returned: set[tuple[int, int]] = set()  # (reader, chunk) of expectations after `returned`
         self._active_s = dict.fromkeys(needs, now_s)
 
     def may_ask(self, rank: int, chunk: int) -> bool:
@@ -46,7 +48,7 @@ class ReaderGroup:
     def asked(self, rank: int, chunk: int, now_s: float) -> list[int]:
         """Record that a reader needs the chunk. Return the readers that expect it from now on."""
         self._active_s[rank] = now_s
-        self._expected[rank].discard(chunk)
+        self._settle(rank, chunk)
         self._unread[rank][chunk] = False
         found = [
             other
@@ -59,38 +61,53 @@ class ReaderGroup:
         return found
 
     def read(self, rank: int, chunk: int, now_s: float) -> None:
-        """Record that a reader has read the chunk, or has given it up."""
+        """Record that a reader has read the chunk."""
         self._active_s[rank] = now_s
-        self._expected[rank].discard(chunk)
+        self._settle(rank, chunk)
         if self.may_ask(rank, chunk):
             self._unread[rank][chunk] = False
+
+    def returned(self, rank: int, chunk: int) -> None:
+        """Record that a reader asked for the chunk too early. It is expected to ask again."""
+        self._unread[rank][chunk] = True
+        self._expected[rank].add(chunk)
+        self._returned.add((rank, chunk))
 
     def passed(self, rank: int, first: int, end: int, now_s: float) -> list[int]:
         """Record that a reader will not read the chunks first .. end - 1. Return those that it expected, ascending."""
         self._active_s[rank] = now_s
         self._unread[rank][max(first, 0) : max(end, 0)] = False
         found = sorted(chunk for chunk in self._expected[rank] if first <= chunk < end)
-        self._expected[rank].difference_update(found)
+        for chunk in found:
+            self._settle(rank, chunk)
         return found
 
     def forget(self, rank: int) -> None:
         """Drop what a reader expects, because its process is gone. Its successor begins to read anew."""
-        self._expected[rank].clear()
+        for chunk in list(self._expected[rank]):
+            self._settle(rank, chunk)
 
     def drop(self, kept: Iterable[int], now_s: float) -> list[tuple[int, int]]:
         """Drop expectations because a reader waits for a slot. Return them as (reader, chunk), ascending.
 
-        Those on chunks in `kept`, which the arena keeps besides, go first. If there are none, those of idle readers go.
+        Those on chunks in `kept`, which the arena keeps besides, go first. If there are none, those that were returned
+        go, and then those of idle readers.
         """
         cheap = set(kept)
         found = [(rank, chunk) for rank, chunks in self._expected.items() for chunk in chunks & cheap]
         if not found:
+            found = list(self._returned)
+        if not found:
             idle = [rank for rank, active_s in self._active_s.items() if now_s - active_s > self._patience_s]
             found = [(rank, chunk) for rank in idle for chunk in self._expected[rank]]
         for rank, chunk in found:
-            self._expected[rank].discard(chunk)
+            self._settle(rank, chunk)
         return sorted(found)
 
     def all_expected(self) -> set[int]:
         """Return the chunks that any reader expects."""
         return set().union(*self._expected.values())
+
+    def _settle(self, rank: int, chunk: int) -> None:
+        self._expected[rank].discard(chunk)
+        self._returned.discard((rank, chunk))

@@ -5,9 +5,11 @@
                            +<-- readable ------+ (also fetched by this reader, under leases)
     consumer -- begin_read(chunk) --> slot ... end_read(chunk) ... give_back(chunk) --> agent
 
+A chunk that a consumer waits for is `awaited`, and not given back before it was read.
+
 A reader holds the slot of a readable chunk until it gives the chunk back, so that small tensors of one chunk cost one
-message. It gives back what it does not read at the moment when the agent is short of slots. Wanted chunks are wanted
-again after the agent was restarted.
+message. When the agent is short of slots, a reader that waits gives back what it has read, or else what it wants last.
+Wanted chunks are wanted again after the agent was restarted.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ class ReaderState(RankState):
         """See `RankState`."""
         super().__init__(identity, 0, most, numbers, heartbeat_s=heartbeat_s)
         self.wanted: dict[int, None] = {}  # chunks that somebody here needs and that are not readable, in order
+        self.awaited: Counter[int] = Counter()  # chunk -> consumers that wait to begin to read it
         self.reads: Counter[int] = Counter()  # chunk -> reads of its slot under way
         self._unasked: dict[int, None] = {}  # of `wanted`, those that the agent was not asked for
         self._passed: list[tuple[int, int]] = []
+        self._returned_unread: list[int] = []
+        self._was_read: set[int] = set()  # readable chunks that were read once
         self._closed = False
 
     # -- consumers ---------------------------------------------------------------------------------------------
@@ -54,6 +59,7 @@ class ReaderState(RankState):
             return None
         self.readable.move_to_end(chunk)
         self.copying.add(chunk)
+        self._was_read.add(chunk)
         self.reads[chunk] += 1
         return self.readable[chunk]
 
@@ -71,14 +77,19 @@ class ReaderState(RankState):
         for chunk in chunks:
             if chunk in self.copying:
                 continue
-            known = self.readable.pop(chunk, None) is not None
             if chunk in self.wanted:
                 del self.wanted[chunk]
-                known = chunk not in self._unasked
-                self._unasked.pop(chunk, None)
-            if known:
+                if chunk in self._unasked:
+                    del self._unasked[chunk]
+                    continue
+            elif self.readable.pop(chunk, None) is None:
+                continue
+            if chunk in self._was_read:
+                self._was_read.discard(chunk)
                 self.results.placed.append(chunk)
-                self.results.since_s = min(self.results.since_s, now_s)
+            else:
+                self._returned_unread.append(chunk)
+            self.results.since_s = min(self.results.since_s, now_s)
 
     def pass_by(self, first: int, end: int) -> None:
         """Say that this reader will not ask for the chunks first .. end - 1, so that nobody keeps them for it."""
@@ -102,6 +113,8 @@ class ReaderState(RankState):
         """See `RankState.hello`. Everything that is wanted will be asked for again."""
         self._unasked = dict.fromkeys(self.wanted)
         self.results.placed.clear()  # an agent that gets a hello knows that nothing is held
+        self._returned_unread.clear()
+        self._was_read.clear()
         return super().hello(others)
 
     @property
@@ -110,9 +123,10 @@ class ReaderState(RankState):
         if self._closed or self.draining or self.error is not None:
             return super().update_due_s
         fetches = bool(self.leases or self.begun)
-        if self._unasked or self._passed or (self.wanted and (len(self.results) or not fetches)):
+        news = len(self.results) or self._returned_unread
+        if self._unasked or self._passed or (self.wanted and (news or not fetches)):
             return -math.inf
-        if self.wanted:
+        if self.wanted or self._returned_unread:
             return self._answered_s + ASK_AGAIN_S
         return super().update_due_s
 
@@ -133,14 +147,19 @@ class ReaderState(RankState):
                 self._unasked.pop(chunk, None)
             else:
                 unwanted.append(chunk)
-        if self.draining or (orders.short_of == "slots" and self.wanted):
+        if self.draining:
             unwanted = list(self.readable)
+        elif orders.short_of == "slots" and self.wanted:
+            # Read ones first; else the one that came last, as it is wanted last. It has to be fetched again.
+            spare = [chunk for chunk in self.readable if not self.awaited[chunk]]
+            unwanted += [chunk for chunk in spare if chunk in self._was_read] or spare[-1:]
         self.give_back(unwanted, now_s)
 
     def _take_wishes(self) -> dict[str, Any]:
         asks, self._unasked = tuple(self._unasked), {}
         passed, self._passed = tuple(self._passed), []
-        return {"asks": asks, "passed": passed}
+        unread, self._returned_unread = tuple(self._returned_unread), []
+        return {"asks": asks, "passed": passed, "returned_unread": unread}
 
     def _goes_on(self) -> bool:
         return bool(self.leases or self.begun)
@@ -154,4 +173,4 @@ class ReaderState(RankState):
             return True
         if self.requests > self._reported_requests or self.results.throttled:
             return True
-        return len(self.results) >= self._batch()
+        return len(self.results) + len(self._returned_unread) >= self._batch()

@@ -140,8 +140,9 @@ class LocalNode:
         ranks: Sequence[int] = (),
         done: Sequence[int] = (),
         store_identity: str = "twin",
+        **fields: object,
     ) -> str:
-        """Start a load on the agent and wait for its slots. Return the load's id."""
+        """Start a load on the agent and wait for its slots. Return the load's id. `fields`: more of the job."""
         self.loads += not load_id
         load_id = load_id or f"load-{self.loads}"
         ranks = ranks or range(len(plan.ranks))
@@ -161,6 +162,7 @@ class LocalNode:
             most_requests=self.config.fetch_threads,
             hedge_factor=self.config.hedge_factor,
             hedge_after_s=self.config.hedge_after_s,
+            **fields,  # type: ignore[arg-type]
         )
         while not self.agent.begin(job):
             time.sleep(0.01)

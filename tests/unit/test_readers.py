@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.node.reader_group import ReaderGroup
-from actors.reader.state import ReaderState
 from actors.rank.state import RankIdentity
+from actors.reader.state import ReaderState
 from cluster.messages import NodeJob
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from tests.support.node_simulation import CHUNK_BYTES, MOST_REQUESTS, NodeSimulation, SimLoad, SimModel, SimRank
@@ -72,6 +72,20 @@ def test_passed_chunks_are_not_expected():
     assert readers.asked(0, 2, 0.0) == [2]
     assert readers.asked(0, 4, 0.0) == [1, 2]
     assert readers.passed(1, 5, 10**12, 0.0) == []
+
+
+def test_chunks_returned_unread_stay_while_slots_do():
+    readers = group(2)
+    readers.asked(0, 1, 0.0)
+    readers.read(1, 1, 0.0)
+    readers.returned(0, 1)
+    assert readers.expects(0, 1)
+    assert readers.drop([], 0.0) == [(0, 1)]
+    readers.asked(0, 2, 0.0)
+    readers.read(1, 2, 0.0)
+    readers.returned(0, 2)
+    readers.asked(0, 2, 0.0)
+    assert readers.drop([], 0.0) == []
 
 
 def test_idle_readers_lose_their_chunks_when_slots_are_short():

@@ -1,0 +1,251 @@
+"""Reads boxes of a model's tensors for a process that asks for one after the other.
+
+    read(tensor, box) --> the chunks that it touches are wanted, and some after them (`read_ahead`)
+                      --> as each becomes readable: its part of the box is copied to the result
+    close()           --> everything is given back
+
+Chunks are verified before they are readable: by the process that fetched them, into shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.devices.cpu_device import SegmentMemory, copy_runs
+from actors.links import AgentLink
+from actors.rank.chunk_fetcher import ChunkFetcher
+from actors.rank.loader import MESSAGE_NUMBERS, ChunkLoader
+from actors.rank.rank_work import RankWork
+from actors.rank.state import RankIdentity
+from actors.reader.read_ahead import ReadAhead
+from actors.reader.state import ReaderState
+from cluster.errors import ReaderClosed, empty_frames
+from cluster.layouts.region import Region
+from cluster.messages import FetchSettings
+from cluster.planning.packed_plan import SharedTables
+from cluster.planning.plan import TensorSlice
+from cluster.planning.read_items import ReadItems, expand_read_items
+from cluster.telemetry.logs import LogFields
+from storage.arena.arena import Arena
+from storage.checkpoints.model_index import ChunkTable, Tensor
+from storage.errors import LongshoreError
+from storage.stores.object_store import ObjectStore
+
+SMALL_BYTES = 64 << 10  # results below this take memory from numpy, and not a mapping of their own
+
+
+class ReaderWork(RankWork):
+    """A reader's state for several threads: those of `RankWork`, and any number that read."""
+
+    state: ReaderState
+
+    def begin_read(self, chunk: int, wanted: Iterable[int]) -> int:
+        """Return the slot that has the chunk, when it is readable. It stays until `end_read`.
+
+        `wanted`: chunks to ask for meanwhile, the chunk among them. Raises the error that ended the work, and
+        ReaderClosed.
+        """
+        with self._place:
+            self.state.want(wanted)
+            self.state.awaited[chunk] += 1
+            try:
+                while True:
+                    if self.state.finished:
+                        raise closed()
+                    self._raise_if_stopped()
+                    slot = self.state.begin_read(chunk)
+                    if slot is not None:
+                        return slot
+                    self.state.want([chunk])  # another thread may have given it back
+                    self._wake_exchange()
+                    self._place.wait()
+            finally:
+                self.state.awaited[chunk] -= 1
+
+    def end_read(self, chunk: int, gone: Iterable[int]) -> None:
+        """End a read, and give back chunks."""
+        with self._place:
+            self.state.end_read(chunk)
+            self.state.give_back(gone, time.monotonic())
+            self._wake_exchange()
+
+    def want(self, chunks: Iterable[int]) -> None:
+        """See `ReaderState.want`."""
+        with self._place:
+            self.state.want(chunks)
+            self._wake_exchange()
+
+    def pass_by(self, first: int, end: int) -> None:
+        """See `ReaderState.pass_by`."""
+        with self._place:
+            self.state.pass_by(first, end)
+
+    def close(self) -> None:
+        """Let everything end that waits, and the work with it."""
+        with self._place:
+            self.state.close()
+            self.state.drain(time.monotonic())
+            self.state.abandon()
+            self._fetcher.end_reads()
+            for condition in (self._fetch, self._again, self._place, self._exchange):
+                condition.notify_all()
+
+
+def closed() -> ReaderClosed:
+    """Return the error for a read after `close`."""
+    return ReaderClosed("the model was closed", hint="read inside the `with` block of safe_open")
+
+
+class ModelReader(ChunkLoader):
+    """Reads one model, as one reader of a group. Thread-safe."""
+
+    def __init__(
+        self,
+        link: AgentLink,
+        tables: SharedTables,
+        identity: RankIdentity,
+        store: ObjectStore,
+        fetch: FetchSettings,
+        *,
+        readers: int = 1,
+        ahead_bytes: int = 256 << 20,
+    ) -> None:
+        """
+        Args:
+            readers: Number of readers in the group.
+            ahead_bytes: Limit of what is fetched before it is read. The arena's window may limit it further.
+        """
+        fetcher = ChunkFetcher(
+            store, tables, fetch.attempts, LogFields(identity.load_id, identity.attempt, identity.rank)
+        )
+        state = ReaderState(identity, fetch.threads, MESSAGE_NUMBERS, heartbeat_s=fetch.heartbeat_s)
+        work = ReaderWork(state, fetcher)
+        super().__init__(link, identity.load_id, state, fetcher, store, work)
+        self._reader_work = work
+        self._tables = tables
+        self._readers = readers
+        self._ahead_bytes = ahead_bytes
+        self._ahead = ReadAhead(tables.chunk_ids(identity.rank).tolist())
+        self._ahead_lock = threading.Lock()
+        self._memory = SegmentMemory()
+        self._memory.keep(True)
+        self._first_row = np.searchsorted(tables.chunks.shard, np.arange(len(tables.shards) + 1))
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="reader", daemon=True)
+        self._thread.start()
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def read(
+        self, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+    ) -> NDArray[np.uint8]:
+        """Return a box of a tensor as bytes in row-major order, in memory of its own.
+
+        `shape` is the tensor's, or another one with as many elements. Raises the error that ended a fetch,
+        ReaderClosed.
+        """
+        items = self._items(tensor, shape, offsets, sizes)
+        size_bytes = items.size_bytes
+        found = np.empty(size_bytes, np.uint8) if size_bytes < SMALL_BYTES else self._memory.take((size_bytes,))[0].data
+        self.copy(items, found.data)
+        return found
+
+    def copy(self, items: ReadItems, target: memoryview) -> None:
+        """Copy what the items describe to the target."""
+        if os.getpid() != self._pid:
+            raise ReaderClosed(
+                "the model was opened before this process was forked",
+                hint="call safe_open in each process, or start processes with spawn",
+            )
+        chunks = items.chunk_ids().tolist()
+        for number, chunk in enumerate(chunks):
+            following = chunks[number + 1 :]
+            with self._ahead_lock:
+                wanted = self._ahead.wanted(chunk, following)
+            slot, gone = self._reader_work.begin_read(chunk, wanted), [chunk]
+            try:
+                data = self._slot(slot)
+                for _, source, begin, run, count, source_stride, stride in items.copies(items.for_chunk(chunk)):
+                    copy_runs(target, begin, stride, data, source, source_stride, run, count)
+                with self._ahead_lock:
+                    gone = self._ahead.read(chunk, following)
+            finally:
+                self._reader_work.end_read(chunk, gone)
+
+    def prefetch(self, boxes: Iterable[tuple[Tensor, Sequence[int], Sequence[int]]]) -> None:
+        """Fetch what (tensor, offsets, sizes) touch, in this order, while something else is done."""
+        planned: dict[int, None] = {}
+        for tensor, offsets, sizes in boxes:
+            planned.update(dict.fromkeys(self._items(tensor, tensor.shape, offsets, sizes).chunk_ids().tolist()))
+        with self._ahead_lock:
+            self._ahead.plan(planned)
+            first = list(planned)[: self._ahead.limit]
+        self._reader_work.want(first)
+
+    def pass_by(self, first: int, end: int) -> None:
+        """Say that this reader will not read the chunks first .. end - 1."""
+        self._reader_work.pass_by(first, end)
+
+    def close(self) -> None:
+        """Give everything back. Reads that wait raise ReaderClosed. Idempotent."""
+        if os.getpid() == self._pid:
+            self._reader_work.close()
+            self._thread.join()
+
+    def _items(self, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> ReadItems:
+        chunks, size_bytes = self._tables.chunks, _size_bytes(tensor, sizes)
+        if not size_bytes:
+            return ReadItems(*(np.empty(0, np.int64) for _ in ReadItems.__slots__))
+        first, end = self._first_row[tensor.shard], self._first_row[tensor.shard + 1]
+        low = int(first + np.searchsorted(chunks.end[first:end], tensor.start, side="right"))
+        high = int(first + np.searchsorted(chunks.start[first:end], tensor.end, side="left"))
+        mine = ChunkTable(np.zeros(high - low, np.int32), chunks.start[low:high], chunks.end[low:high], None, None)
+        region = Region(tuple(((offset, offset + size),) for offset, size in zip(offsets, sizes, strict=True)))
+        piece = TensorSlice(
+            tensor.name, tensor.dtype, tuple(shape), region, 0, tensor.start, 0, 0, size_bytes, size_bytes
+        )
+        items = expand_read_items([piece], mine)
+        return ReadItems(items.chunk + low, *(getattr(items, name) for name in ReadItems.__slots__[1:]))
+
+    def _slot(self, slot: int) -> memoryview:
+        if self._arena is None:
+            raise closed()
+        return self._arena.slot(slot)
+
+    # -- what `ChunkLoader` calls ------------------------------------------------------------------------------
+
+    def _attach(self, arena: Arena) -> None:
+        room = max(1, arena.window_slots // (3 * self._readers))
+        with self._ahead_lock:
+            self._ahead.limit = max(1, min(room, self._ahead_bytes // arena.slot_bytes))
+
+    def _fetch_loop(self) -> None:
+        clock = self._fetcher.clock()
+        while (lease := self._work.next_lease()) is not None and self._arena is not None:
+            begun_s, size_bytes = time.monotonic(), self._tables.chunks.byte_range(lease.chunk).size_bytes
+            with self._arena.slot(lease.slot)[:size_bytes] as data:
+                result = self._fetcher.fetch(lease, [data], clock)
+            self._work.fetched(result, size_bytes, time.monotonic() - begun_s)
+
+    def _run(self) -> None:
+        try:
+            self._join()
+            self._exchange_loop()
+        except LongshoreError as error:
+            empty_frames(error)
+            self.cancel(error)
+        except BaseException as error:  # a bug: reads must end, not hang
+            self.cancel(LongshoreError(f"{type(error).__name__} in a reader: {error}"))
+        self._end()
+
+
+def _size_bytes(tensor: Tensor, sizes: Sequence[int]) -> int:
+    """Return the bytes of a box of a tensor. Elements below a byte are packed."""
+    elements = int(np.prod(tensor.shape, dtype=np.int64))
+    return tensor.size_bytes * int(np.prod(sizes, dtype=np.int64)) // elements if elements else 0
