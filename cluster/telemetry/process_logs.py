@@ -2,7 +2,8 @@
 
     LogCollector.collect --read_logs, a task per node--> LogPieces --LineReader--> lines by time
 
-Files of a node that is gone went with it. What Ray has rotated away is not looked for.
+Files of a node that is gone went with it. What Ray has rotated away is not looked for. Files of ended processes are: as
+soon as a node has more than 200 files, Ray moves them to the folder `old` (`_close_all_files` of its log monitor).
 
 The files that processes of ours log to on this node. Runs as a Ray task on every node; needs no Ray itself.
 
@@ -12,6 +13,7 @@ the files of an actor with a line that names its class.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -30,6 +32,7 @@ from storage.problems import without_secrets
 
 KINDS = {"Coordinator": "coordinator", "NodeAgent": "agent", "GpuWorker": "worker"}  # by the actor's class
 HEAD_BYTES = 16 << 10  # in which Ray names the class, after warnings that the process had before
+OLD = "old"  # folder of files of ended processes, in the folder of logs
 MOST_BYTES = 1 << 20  # of one file in one answer; of a file that is new to the reader, the last ones
 MOST_NODE_BYTES = 16 << 20  # of all files of a node in one answer
 _FILE = re.compile(r"worker-[0-9a-f]+-[0-9a-f]+-(?P<pid>\d+)\.(?:err|out)")
@@ -55,14 +58,17 @@ def read_logs(folder: str, seen: Mapping[str, int]) -> list[LogPiece]:
     """
     pieces: list[LogPiece] = []
     left_bytes = MOST_NODE_BYTES
-    for name in sorted(os.listdir(folder)):
+    places = dict.fromkeys(os.listdir(folder), folder)
+    with contextlib.suppress(OSError):
+        places |= dict.fromkeys(os.listdir(os.path.join(folder, OLD)), os.path.join(folder, OLD))
+    for name, place in sorted(places.items()):
         matched = _FILE.fullmatch(name)
         if matched is None:
             continue
         if left_bytes < MOST_BYTES:
             break
         try:
-            piece = _read(os.path.join(folder, name), name, int(matched["pid"]), seen.get(name))
+            piece = _read(os.path.join(place, name), name, int(matched["pid"]), seen.get(name))
         except OSError:  # gone since, or not ours to read
             continue
         if piece is not None:

@@ -72,6 +72,19 @@ def test_reading_goes_on_where_it_was_and_hands_out_whole_lines(tmp_path: Path) 
     assert piece.lines == ("three",)
 
 
+def test_files_that_ray_has_moved_are_read_on(tmp_path: Path) -> None:
+    """Ray moves the files of ended processes when there are more than 200."""
+    name = write_log(tmp_path, 1, "Coordinator", "one")
+    (piece,) = read_logs(str(tmp_path), {})
+    with open(tmp_path / name, "a") as file:
+        file.write("two\n")
+    (tmp_path / "old").mkdir()
+    (tmp_path / name).rename(tmp_path / "old" / name)
+    (moved,) = read_logs(str(tmp_path), {name: piece.end})
+    assert (moved.file, moved.kind, moved.lines) == (name, "coordinator", ("two",))
+    assert read_logs(str(tmp_path), {})[0].lines == ("one", "two")
+
+
 def test_a_long_file_is_read_from_near_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_logs, "MOST_BYTES", 64)
     name = write_log(tmp_path, 1, "GpuWorker", *(f"line {n:04}" for n in range(100)))
