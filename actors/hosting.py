@@ -26,7 +26,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors import launch
 from actors.coordination.fit import own_device, own_gpus, own_limits, own_misfit
-from actors.coordination.jobs import fetch_settings, slots_taken
+from actors.coordination.jobs import slots_taken
 from actors.devices.device import open_device
 from actors.devices.mapped_device import open_mapped_rank
 from actors.links import NAMESPACE, PackedCalls, RayAgentLink, agent_name
@@ -214,7 +214,7 @@ def host_rank(
     )
     link.check_fit(facts, request)
     link.bind_group()
-    job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)
+    job = RankJob(load_id, 1, rank, 0, shared, request.store, config.fetch_settings(), request.placement)
     if request.device_map is None:
         memory = open_device(device)
     else:

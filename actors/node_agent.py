@@ -179,10 +179,11 @@ class NodeAgent:
             slot_bytes=arena.slot_bytes,
         )
 
-    def begin(self, job: NodeJob, shared: bytes = b"") -> bool:
+    def begin(self, job: NodeJob, shared: bytes = b"", tables: JobTables | None = None) -> bool:
         """Begin this node's share of a load. Return False when other loads hold its slots. Then the caller asks again.
 
-        `shared`: the tables of a job that came without them, from Ray's object store. Raises ArenaTooSmall.
+        `shared`: the tables of a job that came without them, from Ray's object store. `tables`: these, unpacked.
+        Raises ArenaTooSmall.
         """
         job = replace(job, shared=job.shared or shared)
         with self._changed:
@@ -191,7 +192,7 @@ class NodeAgent:
             self._changed.notify_all()
         if reserved is not None:
             return reserved
-        memory, tables = PeakMemory(), JobTables.of(job)  # without the lock: ranks wait for it
+        memory, tables = PeakMemory(), tables or JobTables.of(job)  # without the lock: ranks wait for it
         self._kept.make_room(job.host_bytes)
         with self._changed:
             self._usable()

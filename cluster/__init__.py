@@ -13,6 +13,9 @@ from longshore.installation import check_packages
 
 if TYPE_CHECKING:
     from actors.hosting import host_rank as host_rank
+    from actors.reader.open_model import OpenModel as OpenModel
+    from actors.reader.open_model import TensorSlice as TensorSlice
+    from actors.reader.open_model import safe_open as safe_open
     from cluster.client import aload as aload
     from cluster.client import apublish as apublish
     from cluster.client import arelease as arelease
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from cluster.errors import RankTaken as RankTaken
     from cluster.errors import ReaderClosed as ReaderClosed
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
+    from cluster.errors import TensorNotFound as TensorNotFound
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
@@ -115,6 +119,7 @@ if TYPE_CHECKING:
 # module -> public names that live there; the block above tells type checkers the same (a test compares them)
 _EXPORTS = {
     "actors.hosting": "host_rank",
+    "actors.reader.open_model": "OpenModel TensorSlice safe_open",
     "cluster.client": (
         "aload apublish arelease asign astatus averify generate_key load publish release sign status verify"
     ),
@@ -124,7 +129,7 @@ _EXPORTS = {
         "DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
-        "RankTaken ReaderClosed RemoteCallFailed UnknownFamily VersionMismatch"
+        "RankTaken ReaderClosed RemoteCallFailed TensorNotFound UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -16,6 +16,9 @@ from cluster.units import parse_bytes
 from storage.errors import InvalidKey, UnknownSigner
 from storage.publishing.signing import TrustedKey, key_id, trusted_key
 from storage.store_ref import ANY, DEFAULT_SCHEMES, SourceRules, with_own_endpoint
+
+if TYPE_CHECKING:
+    from cluster.messages import FetchSettings
 
 ENV_PREFIX = "LONGSHORE_"
 SERVICE_PREFIX = "LONGSHORE_HTTP_"  # settings of the HTTP service, read by `serving.settings`
@@ -63,6 +66,7 @@ class Config(BaseModel):
         0.0, ge=0, le=MAX_S
     )  # clients wait this long for the head; 0: 3/4 of Ray's limit
     access_grace_s: float = Field(300.0, ge=0, le=MAX_S)  # how long access that worked attaches to a model offline
+    group_patience_s: float = Field(5.0, gt=0, le=MAX_S)  # readers of a group wait this long for one without progress
     holder_ttl_s: float = Field(30.0, gt=0, le=MAX_S)  # a client silent for this long no longer holds its models
     warm_workers_s: float = Field(0.0, ge=0, le=MAX_S)  # workers of a released model wait this long for the next load
     idle_agent_s: float = Field(0.0, ge=0, le=MAX_S)  # agents end this long after their last model; 0: they stay
@@ -135,6 +139,12 @@ class Config(BaseModel):
             return value if value == NO_KEYS else ",".join(trusted_key(part.strip()) for part in value.split(","))
         except InvalidKey as error:
             raise ValueError(str(error)) from error
+
+    def fetch_settings(self) -> FetchSettings:
+        """Return the part of the settings that a rank or a reader reads by."""
+        from cluster.messages import FetchSettings  # not at the top: clients need no messages
+
+        return FetchSettings(self.fetch_threads, self.fetch_attempts, self.read_timeout_s, self.heartbeat_s)
 
     def source_rules(self) -> SourceRules:
         """Return the rules about places that may be read from."""

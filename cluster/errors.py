@@ -29,6 +29,7 @@ LongshoreError
 +- ModuleMismatch               a rank's tensors do not match a torch module; lists every name
 +- RemoteCallFailed             a function sent by LoadedModel.call raised, or its result cannot be sent back
 +- CallTimeout                  ranks have not answered LoadedModel.call within its timeout_s; names them
++- TensorNotFound               the model has no tensor of that name
 +- ReaderClosed                 a model that safe_open opened was read after it was closed, or in a forked process
 """
 
@@ -145,6 +146,10 @@ class ModuleMismatch(LongshoreError):
 
 class RemoteCallFailed(LongshoreError):
     """A function that LoadedModel.call sent to a rank raised there, or its result cannot be sent back."""
+
+
+class TensorNotFound(LongshoreError):
+    """The model has no tensor of that name."""
 
 
 class ReaderClosed(LongshoreError):

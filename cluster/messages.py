@@ -108,7 +108,8 @@ class NodeJob:
     group: GroupMember | None = None  # membership of that process
     is_local: bool = False  # the model is local files
     on_demand: bool = False  # its ranks are readers, which get chunks only when they ask (`RankUpdate.asks`)
-    group_patience_s: float = 10.0  # a chunk waits this long for readers without progress while others need its slot
+    revision: str = ""  # of the model that readers on demand read; those of a group read the same
+    group_patience_s: float = 5.0  # a chunk waits this long for readers without progress while others need its slot
 
     @property
     def part(self) -> tuple[str, int]:

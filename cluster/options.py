@@ -52,8 +52,9 @@ PlacementName = Literal["auto", "via_arena", "direct"]
 QuantizationName = Literal["fp8", "fp8_tensor", "int8", "int4", "nf4"]
 
 _REVISION = re.compile(r"[0-9a-f]{64}")
-LOAD, PLAN, HOST_RANK = "load", "plan", "host_rank"
+LOAD, PLAN, HOST_RANK, SAFE_OPEN = "load", "plan", "host_rank", "safe_open"
 EVERYWHERE = (LOAD, PLAN, HOST_RANK)
+READS = (*EVERYWHERE, SAFE_OPEN)
 
 
 @runtime_checkable
@@ -230,7 +231,9 @@ class LoadOptions(CheckedOptions):
     placement_group: PlacementGroup | None = option(
         None, "a Ray placement group: rank i takes bundle i", functions=(LOAD,), command=False, http=False
     )
-    revision: str | None = option(None, "refuse every other revision of the model (64 hex digits)", metavar="HEX")
+    revision: str | None = option(
+        None, "refuse every other revision of the model (64 hex digits)", metavar="HEX", functions=READS
+    )
     trusted_keys: Sequence[str | os.PathLike[str]] | None = option(
         None,
         "refuse a manifest that is not signed with one of these public keys (base64 or a file, :NAME behind it where "
@@ -238,22 +241,26 @@ class LoadOptions(CheckedOptions):
         flag="--trusted-key",
         metavar="KEY",
         http=False,
+        functions=READS,
     )
     signed_name: str | None = option(
         None,
         "name under which the manifest must be signed, if it must be (default: the path without scheme and bucket)",
         metavar="NAME",
+        functions=READS,
     )
-    endpoint_url: str | None = option(None, "of an S3-compatible server", section="store", metavar="URL")
+    endpoint_url: str | None = option(
+        None, "of an S3-compatible server", section="store", metavar="URL", functions=READS
+    )
     region: str | None = option(
-        None, "of the bucket (default: as the environment says)", section="store", metavar="NAME"
+        None, "of the bucket (default: as the environment says)", section="store", metavar="NAME", functions=READS
     )
     profile: str | None = option(
-        None, "named profile of the AWS configuration", section="store", metavar="NAME", http=False
+        None, "named profile of the AWS configuration", section="store", metavar="NAME", http=False, functions=READS
     )
-    anonymous: bool = option(False, "send unsigned requests (public buckets)", section="store")
+    anonymous: bool = option(False, "send unsigned requests (public buckets)", section="store", functions=READS)
     credentials: Credentials | None = option(
-        None, "keys of the store; they travel in messages only", command=False, http=False
+        None, "keys of the store; they travel in messages only", command=False, http=False, functions=READS
     )
 
     def __post_init__(self) -> None:

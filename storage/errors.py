@@ -51,6 +51,7 @@ actors (an exception whose __init__ takes several positional arguments does not,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 
@@ -75,6 +76,40 @@ class LongshoreError(Exception):
         """Add details and return the same error. Details that it has already are kept."""
         self.details = {**details, **self.details}
         return self
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Let pydantic write an error as JSON and read it back, without pickle. It calls this; nobody else does."""
+        from pydantic_core import core_schema  # not at the top: ranks import this module
+
+        written = core_schema.plain_serializer_function_ser_schema(_as_plain)
+        return core_schema.no_info_plain_validator_function(_from_plain, serialization=written)
+
+
+def _as_plain(error: LongshoreError) -> dict[str, Any]:
+    plain = (str, int, float, bool, type(None))
+    details = {name: value if isinstance(value, plain) else str(value) for name, value in error.details.items()}
+    return {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "details": details}
+
+
+def _from_plain(given: Any) -> LongshoreError:
+    """Return the error of a class that is known here, else a LongshoreError. Raises ValueError for other data."""
+    if isinstance(given, LongshoreError):
+        return given
+    if not isinstance(given, dict) or given.keys() != {"kind", "message", "hint", "details"}:
+        raise ValueError("not an error")
+    details = given["details"]
+    texts = isinstance(given["message"], str) and isinstance(given["hint"], str)
+    if not texts or not isinstance(details, dict) or {"self", "message", "hint"} & details.keys():
+        raise ValueError("not an error")
+    kind = next((kind for kind in _kinds(LongshoreError) if kind.__name__ == given["kind"]), LongshoreError)
+    return kind(given["message"], hint=given["hint"], **details)
+
+
+def _kinds(kind: type[LongshoreError]) -> Iterator[type[LongshoreError]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)
 
 
 def _rebuild(kind: type[LongshoreError], message: str, hint: str, details: dict[str, Any]) -> LongshoreError:

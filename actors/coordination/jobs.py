@@ -19,7 +19,7 @@ from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config
 from cluster.fit.needs import min_slots
-from cluster.messages import FetchSettings, NodeJob, RankJob, SlotHolder
+from cluster.messages import NodeJob, RankJob, SlotHolder
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest
 from cluster.scheduling import load_state
@@ -218,14 +218,9 @@ def rank_job(record: ModelRecord, placement: Placement, config: Config) -> RankJ
         incarnation=placement.incarnation,
         shared=b"",
         store=record.request.store,
-        fetch=fetch_settings(config),
+        fetch=config.fetch_settings(),
         placement=record.request.node_placement,
         mapped=record.request.device_map is not None,
         offload_folder=record.request.device_map.offload_folder if record.request.device_map else "",
         logs=config.logs,
     )
-
-
-def fetch_settings(config: Config) -> FetchSettings:
-    """The part of the settings that a rank reads by."""
-    return FetchSettings(config.fetch_threads, config.fetch_attempts, config.read_timeout_s, config.heartbeat_s)

@@ -268,6 +268,10 @@ class ChunkFlow:
             self._to_read[chunk] = kept
             self._cache.pin(kept, self._reader(chunk), owner=self._job.part)
 
+    def needed(self) -> list[int]:
+        """Return the chunks that the load needs, ascending. For readers, those that any has asked for."""
+        return self.queue.chunks() if self._readers is None else sorted(self._readers.asked_chunks)
+
     def counters(self) -> LoadCounters:
         """Return what this agent has counted for the load so far. The counters only grow."""
         digests = self.keys.tables.chunks.hash_name is not None

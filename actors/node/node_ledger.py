@@ -38,7 +38,7 @@ from cluster.telemetry.report import NodeReport
 from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
-from storage.errors import ArenaTooSmall, LongshoreError
+from storage.errors import ArenaTooSmall, LongshoreError, RevisionMismatch
 from storage.host.processes import ProcessId
 
 
@@ -143,12 +143,22 @@ class NodeLedger:
         Raises:
             ArenaTooSmall: The arena can never hold the job.
             LoadCancelled: The load was ended before this message came.
+            RevisionMismatch: Other readers of the group read another revision.
         """
         if job.part in self._loads:
+            if job.revision != self._loads[job.part].job.revision:
+                raise RevisionMismatch(
+                    "the readers of the group read another revision of the model",
+                    hint="it was published again meanwhile: start all processes of the group again",
+                    expected=self._loads[job.part].job.revision,
+                    found=job.revision,
+                )
             self._loads[job.part].apply_again(job)
             return True
         ended = self._ended.get(job.part)
-        if ended is not None and ended.error is not None:
+        if ended is not None and job.on_demand:  # all readers of the group had left, and now others come
+            self._counters.finish(self._ended.pop(job.part))
+        elif ended is not None and ended.error is not None:
             raise ended.error
         if job.process is not None and job.load_id in self._ended_unknown:
             raise LoadCancelled("the load was ended before it began", load=job.load_id)
@@ -305,6 +315,10 @@ class NodeLedger:
                 return Orders(stop=_replaced(update)), False
             return Orders(rejoin=True), False
         self._wake(load.apply(update, now_s, self._chance.random()))
+        if load.is_deserted:
+            orders = load.orders(update, now_s)
+            self.end(load.load_id, now_s)
+            return orders, True
         moved = bool(update.lease_ids() or update.placed or update.leaving)
         return load.orders(update, now_s), moved
 
@@ -349,6 +363,7 @@ class NodeLedger:
         self._wake(ended)
         asking = (job for job, _ in self._asking.values())
         hosted = {job.load_id for job in (*self._jobs(), *asking) if job.process == process}
+        hosted |= {load.load_id for load in self._loads.values() if load.is_deserted}
         for load_id in hosted:
             self.end(load_id, now_s)
         for load_id in [load_id for load_id, member in self._members.items() if member.process == process]:
@@ -366,8 +381,14 @@ class NodeLedger:
         return ranks | hosts | members | self._cache.processes()
 
     def overdue(self, now_s: float) -> set[ProcessId]:
-        """Return the processes that must be killed, because they hold slots that were revoked."""
-        return {lease.holder for lease in self._cache.overdue(now_s, QUARANTINE_GRACE_S)}
+        """Return the processes that must be killed, because they hold slots that were revoked.
+
+        Readers are programs of users, which nobody kills. Their slots stay in quarantine.
+        """
+        overdue = self._cache.overdue(now_s, QUARANTINE_GRACE_S)
+        loads = {**self._ended, **self._loads}
+        readers = {part for part, load in loads.items() if load.job.on_demand}
+        return {lease.holder for lease in overdue if lease.owner not in readers}
 
     # -- heartbeat ---------------------------------------------------------------------------------------------
 

@@ -99,6 +99,13 @@ class NodeLoad:
         return self._flow.queue.complete
 
     @property
+    def is_deserted(self) -> bool:
+        """True for a group of readers when those that came have left or died. Others may still begin it anew."""
+        places = self.ranks.values()
+        came = any(place.process is not None or place.lost for place in places)
+        return self.job.on_demand and came and all(place.process is None or place.left for place in places)
+
+    @property
     def batch(self) -> int:
         """Number of chunks that a rank should collect before it sends a message.
 
@@ -138,14 +145,15 @@ class NodeLoad:
     def report(self, node_id: str, host: str) -> NodeReport:
         """Return this node's stats of the load."""
         flow = self._flow
-        needed = flow.queue.chunks()
+        needed = flow.needed()
         needed_bytes = int(flow.keys.tables.chunks.sizes_bytes()[needed].sum())
+        wanted_bytes = needed_bytes if self.job.on_demand else flow.keys.tables.wanted_bytes(self.job.ranks)
         return NodeReport(
             node=node_id,
             host=host,
             needed_chunks=len(needed),
             needed_bytes=needed_bytes,
-            overfetch_bytes=needed_bytes - flow.keys.tables.wanted_bytes(self.job.ranks),
+            overfetch_bytes=needed_bytes - wanted_bytes,
             **flow.sources.stats(needed),
             direct=flow.direct,
             disk_unkept_chunks=self._disk.unkept_chunks,

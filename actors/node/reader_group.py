@@ -28,6 +28,7 @@ class ReaderGroup:
     def __init__(self, needs: Mapping[int, NDArray[np.int64]], patience_s: float, now_s: float) -> None:
         """`needs` has the ids of all chunks with tensors, for each reader."""
         size = 1 + max((int(ids[-1]) for ids in needs.values() if len(ids)), default=-1)
+        self.asked_chunks: set[int] = set()  # by any reader, ever
         self._patience_s = patience_s
         self._needs = {rank: frozenset(ids.tolist()) for rank, ids in needs.items()}
         self._unread = {rank: np.zeros(size, bool) for rank in needs}
@@ -48,6 +49,7 @@ class ReaderGroup:
     def asked(self, rank: int, chunk: int, now_s: float) -> list[int]:
         """Record that a reader needs the chunk. Return the readers that expect it from now on."""
         self._active_s[rank] = now_s
+        self.asked_chunks.add(chunk)
         self._settle(rank, chunk)
         self._unread[rank][chunk] = False
         found = [

@@ -9,6 +9,7 @@ Chunks are verified before they are readable: by the process that fetched them, 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -109,6 +110,7 @@ class ModelReader(ChunkLoader):
         self,
         link: AgentLink,
         tables: SharedTables,
+        chunks: Sequence[int],
         identity: RankIdentity,
         store: ObjectStore,
         fetch: FetchSettings,
@@ -118,6 +120,7 @@ class ModelReader(ChunkLoader):
     ) -> None:
         """
         Args:
+            chunks: Ids of the chunks with tensors, ascending.
             readers: Number of readers in the group.
             ahead_bytes: Limit of what is fetched before it is read. The arena's window may limit it further.
         """
@@ -131,7 +134,7 @@ class ModelReader(ChunkLoader):
         self._tables = tables
         self._readers = readers
         self._ahead_bytes = ahead_bytes
-        self._ahead = ReadAhead(tables.chunk_ids(identity.rank).tolist())
+        self._ahead = ReadAhead(chunks)
         self._ahead_lock = threading.Lock()
         self._memory = SegmentMemory()
         self._memory.keep(True)
@@ -147,7 +150,7 @@ class ModelReader(ChunkLoader):
     ) -> NDArray[np.uint8]:
         """Return a box of a tensor as bytes in row-major order, in memory of its own.
 
-        `shape` is the tensor's, or another one with as many elements. Raises the error that ended a fetch,
+        `shape` is the tensor's, or another one for the same bytes. Raises the error that ended a fetch,
         ReaderClosed.
         """
         items = self._items(tensor, shape, offsets, sizes)
@@ -178,6 +181,15 @@ class ModelReader(ChunkLoader):
             finally:
                 self._reader_work.end_read(chunk, gone)
 
+    def read_bytes(self, shard: int, end: int) -> bytes:
+        """Return the first bytes of a shard: its header, and what belongs to it."""
+        return self.read(Tensor("", "U8", (end,), shard, 0, end), (end,), (0,), (end,)).tobytes()
+
+    def first_chunk_after(self, tensor: Tensor) -> int:
+        """Return the id of the first chunk that ends after the tensor."""
+        first, end = self._first_row[tensor.shard], self._first_row[tensor.shard + 1]
+        return int(first + np.searchsorted(self._tables.chunks.end[first:end], tensor.end, side="right"))
+
     def prefetch(self, boxes: Iterable[tuple[Tensor, Sequence[int], Sequence[int]]]) -> None:
         """Fetch what (tensor, offsets, sizes) touch, in this order, while something else is done."""
         planned: dict[int, None] = {}
@@ -199,7 +211,7 @@ class ModelReader(ChunkLoader):
             self._thread.join()
 
     def _items(self, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> ReadItems:
-        chunks, size_bytes = self._tables.chunks, _size_bytes(tensor, sizes)
+        chunks, size_bytes = self._tables.chunks, _size_bytes(tensor, shape, sizes)
         if not size_bytes:
             return ReadItems(*(np.empty(0, np.int64) for _ in ReadItems.__slots__))
         first, end = self._first_row[tensor.shard], self._first_row[tensor.shard + 1]
@@ -245,7 +257,7 @@ class ModelReader(ChunkLoader):
         self._end()
 
 
-def _size_bytes(tensor: Tensor, sizes: Sequence[int]) -> int:
-    """Return the bytes of a box of a tensor. Elements below a byte are packed."""
-    elements = int(np.prod(tensor.shape, dtype=np.int64))
-    return tensor.size_bytes * int(np.prod(sizes, dtype=np.int64)) // elements if elements else 0
+def _size_bytes(tensor: Tensor, shape: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the bytes of a box of a tensor."""
+    elements = math.prod(shape)
+    return tensor.size_bytes * math.prod(sizes) // elements if elements else 0

@@ -38,7 +38,9 @@ class ReadAhead:
 
     def wanted(self, chunk: int, following: Iterable[int] = ()) -> list[int]:
         """Return what to want now: the chunk that is read, what the same read needs after it, and a guess."""
-        number = self._number[chunk]
+        number = self._number.get(chunk)
+        if number is None:  # of a header
+            return [chunk]
         if self._first <= number <= self._high + 2 and self._high >= 0:
             self._high = max(self._high, number)
         else:

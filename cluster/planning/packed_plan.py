@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.layouts.mesh import Layout
 from cluster.planning.cut_model import CutModel
 from cluster.planning.plan import LoadPlan, RankPlan
 from cluster.planning.rank_plans import RankFacts, plan_rank, rank_chunks
@@ -41,6 +42,25 @@ class SharedTables:
     def wanted_bytes(self, ranks: Iterable[int]) -> int:
         """Return the bytes of the model that at least one of `ranks` holds."""
         return self.cut.wanted_bytes(ranks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReaderTables(SharedTables):
+    """The tables of a group of readers (`actors.reader`). Any of them may read any chunk."""
+
+    @classmethod
+    def of(cls, shards: tuple[Shard, ...], chunks: ChunkTable) -> ReaderTables:
+        """Return the tables of readers of a model with these shards and chunks."""
+        none = np.empty(0, np.int32)
+        return cls(shards, chunks, CutModel(Layout(), (), (), (), none, none, none, np.empty(0, np.int64)))
+
+    def chunk_ids(self, rank: int) -> NDArray[np.int64]:
+        """Return the ids of all chunks."""
+        return np.arange(len(self.chunks))
+
+    def wanted_bytes(self, ranks: Iterable[int]) -> int:
+        """Return the bytes of all chunks."""
+        return int(self.chunks.sizes_bytes().sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,14 +12,13 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("storage", "cluster", "actors", "engines", "serving", "longshore")
+PACKAGES = ("storage", "cluster", "actors", "serving", "longshore")
 
 # modules of ours that each package may import
 MAY_IMPORT = {
     "storage": {"storage"},
     "cluster": {"storage", "cluster", "longshore"},
     "actors": {"storage", "cluster", "actors", "longshore"},
-    "engines": {"storage", "cluster", "actors", "engines", "longshore"},
     "serving": {"storage", "cluster", "serving", "longshore"},
     "longshore": {"longshore", "cluster"},
 }
@@ -44,7 +43,7 @@ AT_MODULE_LEVEL = {
         "actors/handover/modules",
         "actors/handover/module_places",
         "actors/handover/tensor_views",
-        "engines/lazy_tensor",
+        "actors/reader/lazy_tensor",
     },
 }
 IN_FUNCTIONS = {
@@ -63,6 +62,7 @@ IN_FUNCTIONS = {
         "actors/devices/cpu_device",
         "actors/devices/mapped_device",
         "actors/gpu_worker",
+        "actors/reader/open_model",
         "cluster/command_line/demo",
         "cluster/planning/meta_estimate",
         "cluster/user_values",

@@ -1,4 +1,4 @@
-"""`engines.lazy_tensor`: lazy tensors are compared with plain ones, and the bytes that they read are counted."""
+"""Lazy tensors are compared with plain ones, and the bytes that they read are counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.lazy_tensor import LazyTensor, assignments_read, read_assigned
+from actors.reader.lazy_tensor import LazyTensor, assignments_read, read_assigned
 
 
 class Stored:

@@ -54,6 +54,7 @@ class Readers:
         reader = ModelReader(
             link or self.node.agent,
             SharedTables(self.plan.shards, self.plan.chunks, self.plan.cut),
+            self.plan.ranks[0].chunk_ids.tolist(),
             RankIdentity(self.load_id, 1, rank, 0, ProcessId.current()),
             store,
             FetchSettings(4, self.node.config.fetch_attempts, 5.0, 0.05),

@@ -17,7 +17,7 @@ import pytest
 import cluster
 from cluster.command_line.cli import build_parser
 from cluster.errors import ConfigError
-from cluster.options import HOST_RANK, LOAD, PLAN, LoadOptions, QuantizationName, about, options_of
+from cluster.options import HOST_RANK, LOAD, PLAN, SAFE_OPEN, LoadOptions, QuantizationName, about, options_of
 from cluster.planning.preview import PlanOptions
 from cluster.precision.recipes import DTYPES, SCHEMES
 
@@ -26,6 +26,7 @@ OF_THE_CALL = {
     LOAD: {"address", "progress", "timeout_s", "config"},
     PLAN: {*(one.name for one in fields(PlanOptions)), "config"},
     HOST_RANK: {"rank", "group", "timeout_s", "config"},
+    SAFE_OPEN: {"framework", "device", "group", "member", "members", "config"},
 }
 OF_THE_VERB = {LOAD: {"address", "timeout"}, PLAN: {one.name for one in fields(PlanOptions)}}
 OF_THE_BODY = {LOAD: {"timeout_s"}, PLAN: {"memory", "host_memory", "ranks_per_node", "store_rate"}}
@@ -46,14 +47,14 @@ def names_of(function: str) -> set[str]:
     return {one.name for one in options_of(function)}
 
 
-@pytest.mark.parametrize("function", [LOAD, PLAN, HOST_RANK])
+@pytest.mark.parametrize("function", [LOAD, PLAN, HOST_RANK, SAFE_OPEN])
 def test_signatures_are_those_of_the_options(function: str) -> None:
     public = getattr(cluster, function)
     parameters = dict(inspect.signature(public).parameters)
     hints = get_type_hints(inspect.unwrap(public))
     assert set(parameters) == {"model_uri"} | names_of(function) | OF_THE_CALL[function]
     for name in {"model_uri", *parameters} & {one.name for one in (*fields(LoadOptions), *fields(PlanOptions))}:
-        if name == "rank" and function == HOST_RANK:
+        if (name == "rank" and function == HOST_RANK) or (name == "device" and function == SAFE_OPEN):
             continue
         default = parameters[name].default
         assert (MISSING if default is inspect.Parameter.empty else default) == DEFAULTS[name], name

@@ -1,0 +1,334 @@
+"""The socket over which readers of other processes reach a host: the process that owns the node's arena.
+
+    reader --begin, join, exchange, report--> HostDoor --> NodeAgent (in the host's process)
+
+It is a Unix socket in a folder that only the user can enter. Both sides check that the other is the same user, in the
+same PID namespace. Each message is a frame:
+
+    4 bytes    size of the rest, at most MAX_FRAME_BYTES
+    one line   protocol and version of Longshore; another version is refused before anything else is read
+    JSON       a call with its arguments, an answer, or an error; each is checked against its type
+
+Nothing is pickled. The messages are those between ranks and agents (`cluster.messages`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter
+
+from actors.node.chunk_flow import JobTables
+from actors.node_agent import NodeAgent
+from cluster.errors import ClusterLost, ConfigError
+from cluster.messages import JoinReply, NodeJob, Orders, RankHello, RankUpdate, check_version
+from cluster.planning.packed_plan import ReaderTables
+from cluster.telemetry.report import NodeReport
+from longshore.installation import VERSION
+from storage.checkpoints.model_index import ChunkTable, Shard
+from storage.errors import LongshoreError
+from storage.host.processes import ProcessId
+
+MAX_FRAME_BYTES = 64 << 20  # a model of 130,000 chunks sends 9 MB when it begins; every other message is small
+MAX_LINE_BYTES = 80
+ANSWER_S = 30.0  # a host that does not answer within this hangs
+MAX_PATH_BYTES = 100  # of a Unix socket: the kernel's limit is 107
+_HEAD = struct.Struct(">I")
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTables:
+    """`ReaderTables` as they are sent. Columns are the bytes of little-endian numbers."""
+
+    shards: tuple[Shard, ...]
+    shard: bytes  # int32, of each chunk
+    start: bytes  # int64
+    end: bytes  # int64
+    hash_name: str | None
+    digest_bytes: int  # of one digest; 0: there are none
+    digests: bytes
+
+    @classmethod
+    def of(cls, tables: ReaderTables) -> WrittenTables:
+        """Return the tables in the form that is sent."""
+        chunks, digests = tables.chunks, tables.chunks.digests
+        return cls(
+            tables.shards,
+            chunks.shard.astype("<i4").tobytes(),
+            chunks.start.astype("<i8").tobytes(),
+            chunks.end.astype("<i8").tobytes(),
+            chunks.hash_name,
+            0 if digests is None else digests.shape[1],
+            b"" if digests is None else digests.tobytes(),
+        )
+
+    def tables(self) -> ReaderTables:
+        """Return the tables. Raises ValueError if the columns do not fit each other."""
+        shard, start, end = _column(self.shard, "<i4"), _column(self.start, "<i8"), _column(self.end, "<i8")
+        count = len(shard)
+        if not (len(start) == len(end) == count and len(self.digests) == count * self.digest_bytes):
+            raise ValueError("columns of different lengths")
+        if count and not (shard.min() >= 0 and shard.max() < len(self.shards) and (start >= 0).all()):
+            raise ValueError("chunks of unknown shards")
+        if not (end >= start).all() or bool(self.digest_bytes) != (self.hash_name is not None and count > 0):
+            raise ValueError("chunks that end before they start, or digests without their hash")
+        digests = np.frombuffer(self.digests, np.uint8).reshape(count, self.digest_bytes) if self.digest_bytes else None
+        return ReaderTables.of(
+            self.shards, ChunkTable(shard.astype(np.int32), start, end, self.hash_name if count else None, digests)
+        )
+
+
+def _column(data: bytes, dtype: str) -> NDArray[Any]:
+    return np.frombuffer(data, dtype)
+
+
+# Call -> (types of its arguments, type of its answer)
+_CONFIG = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+_CALLS: dict[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
+    name: (TypeAdapter(arguments, config=_CONFIG), TypeAdapter(tuple[answer], config=_CONFIG))  # type: ignore[valid-type]
+    for name, arguments, answer in (
+        ("begin", tuple[NodeJob, WrittenTables], bool),
+        ("join", tuple[RankHello], JoinReply),
+        ("exchange", tuple[RankUpdate], Orders),
+        ("report", tuple[str], NodeReport),
+    )
+}
+_ERROR: TypeAdapter[LongshoreError] = TypeAdapter(LongshoreError)
+_ANSWERED, _FAILED = b"+", b"-"
+
+
+class BadFrame(ValueError):
+    """The other side sent something else than a frame of this protocol."""
+
+
+def _version_line() -> bytes:
+    return b"%d %s\n" % (VERSION[0], VERSION[1].encode())
+
+
+def send_frame(sock: socket.socket, *parts: bytes) -> None:
+    """Send the parts, one after the other, as one frame. Raises OSError, and ValueError for more than the limit."""
+    data = b"".join((_version_line(), *parts))
+    if len(data) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes is larger than {MAX_FRAME_BYTES}")
+    sock.sendall(_HEAD.pack(len(data)) + data)
+
+
+def receive_frame(sock: socket.socket, sender: str, receiver: str) -> bytes | None:
+    """Return the JSON of the next frame. None when the other side has closed.
+
+    Raises VersionMismatch, BadFrame, OSError.
+    """
+    head = _receive(sock, _HEAD.size)
+    if head is None:
+        return None
+    (size,) = _HEAD.unpack(head)
+    if not 0 < size <= MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {size} bytes")
+    data = _receive(sock, size)
+    if data is None:
+        return None
+    line, found, rest = data.partition(b"\n")
+    protocol, _, release = line[:MAX_LINE_BYTES].decode("ascii", "replace").partition(" ")
+    if not found or len(line) > MAX_LINE_BYTES or not protocol.isdecimal():
+        raise BadFrame("a frame without a version")
+    check_version((int(protocol), release), sender, receiver)
+    return rest
+
+
+def _receive(sock: socket.socket, size: int) -> bytes | None:
+    """Return exactly that many bytes; None when the other side closes before."""
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(min(size - len(data), 1 << 20))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def peer_of(sock: socket.socket) -> ProcessId | None:
+    """Return the process at the other end. None for another user, or one in another PID namespace."""
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid != os.geteuid() or pid <= 0:
+        return None
+    with contextlib.suppress(OSError):
+        return ProcessId.of(pid)
+    return None
+
+
+class HostDoor:
+    """Serves a node agent to readers of other processes, a thread for each."""
+
+    def __init__(self, path: str, agent: NodeAgent) -> None:
+        """`path`: of the socket, which is replaced if it is there. Raises OSError."""
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise ConfigError("the folder for the socket has too long a path", path=path, most_bytes=MAX_PATH_BYTES)
+        self._path = path
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(path)
+        os.chmod(path, 0o600)
+        self._listening.listen()
+        self._thread = threading.Thread(target=self._accept, name="door", daemon=True)
+        self._thread.start()
+
+    @property
+    def visitors(self) -> int:
+        """Number of connections now."""
+        with self._lock:
+            return len(self._open)
+
+    def close(self) -> None:
+        """End every connection. Idempotent."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            connections = list(self._open)
+        if not first:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        for sock in (self._listening, *connections):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._closed:
+                    sock.close()
+                    return
+                self._open.add(sock)
+            threading.Thread(target=self._serve, args=(sock,), name="visitor", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """Answer one reader until it closes. What is no message of ours ends the connection."""
+        try:
+            peer = peer_of(sock)
+            while peer is not None:
+                try:
+                    frame = receive_frame(sock, "a reader", "its host")
+                    if frame is None:
+                        return
+                    answer = _ANSWERED + self._call(frame, peer)
+                except LongshoreError as error:
+                    answer = _FAILED + _ERROR.dump_json(error)
+                send_frame(sock, answer)
+        except (OSError, ValueError):
+            return
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
+
+    def _call(self, frame: bytes, peer: ProcessId) -> bytes:
+        """Run one call. Raises the agent's errors, and ValueError for a call that there is not."""
+        name, _, given = frame.partition(b" ")
+        types = _CALLS.get(name.decode("ascii", "replace"))
+        if types is None:
+            raise BadFrame("an unknown call")
+        arguments = types[0].validate_json(given)
+        answer: Any
+        match arguments:
+            case (NodeJob() as job, WrittenTables() as written):
+                if job.shared or not job.on_demand:
+                    raise BadFrame("a load that is no reader's")
+                tables = written.tables()
+                needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
+                answer = self._agent.begin(job, tables=JobTables(tables, needs, tables.chunks.largest_bytes))
+            case (RankHello() as hello,):
+                _check_sender(hello.process, peer)
+                answer = self._agent.join(hello)
+            case (RankUpdate() as update,):
+                _check_sender(update.process, peer)
+                answer = self._agent.exchange(update)
+            case (load_id,):
+                answer = self._agent.report(load_id)
+        return types[1].dump_json((answer,))
+
+
+def _check_sender(process: ProcessId, peer: ProcessId) -> None:
+    if process != peer:
+        raise BadFrame("a message in the name of another process")
+
+
+class DoorClient:
+    """A reader's connection to a host. Thread-safe: one call at a time."""
+
+    def __init__(self, path: str) -> None:
+        """Connect. Raises OSError when nobody listens, and ClusterLost for a host that this process cannot share."""
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(ANSWER_S)
+            self._socket.connect(path)
+            self.host = peer_of(self._socket)
+        except BaseException:
+            self._socket.close()
+            raise
+        if self.host is None:
+            self._socket.close()
+            raise ClusterLost("the host is of another user, or in another PID namespace", socket=path)
+
+    def begin(self, job: NodeJob, tables: ReaderTables) -> bool:
+        """See `NodeAgent.begin`."""
+        began: bool = self._ask("begin", job, WrittenTables.of(tables))
+        return began
+
+    def join(self, hello: RankHello) -> JoinReply:
+        """See `NodeAgent.join`."""
+        reply: JoinReply = self._ask("join", hello)
+        return reply
+
+    def exchange(self, update: RankUpdate) -> Orders:
+        """See `NodeAgent.exchange`."""
+        orders: Orders = self._ask("exchange", update)
+        return orders
+
+    def report(self, load_id: str) -> NodeReport:
+        """See `NodeAgent.report`."""
+        report: NodeReport = self._ask("report", load_id)
+        return report
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _ask(self, call: str, *arguments: object) -> Any:
+        """Return the host's answer. Raises its error, and ClusterLost when it does not answer or makes no sense."""
+        given, answer = _CALLS[call]
+        try:
+            with self._lock:
+                send_frame(self._socket, call.encode(), b" ", given.dump_json(arguments))
+                frame = receive_frame(self._socket, "the host", "this process")
+            if frame is None:
+                raise ClusterLost("the process that hosts the arena has ended")
+            if frame[:1] == _ANSWERED:
+                return answer.validate_json(frame[1:])[0]
+            error = _ERROR.validate_json(frame[1:])
+        except (OSError, ValueError) as problem:  # pydantic's ValidationError is a ValueError
+            self.close()
+            cause = type(problem).__name__
+            raise ClusterLost("the process that hosts the arena does not answer", cause=cause) from problem
+        raise error

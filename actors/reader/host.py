@@ -1,0 +1,260 @@
+"""The host of a node's arena, for processes without Ray: the first of the user's processes that opens a model.
+
+    host.lock   locked by the host for as long as it lives
+    host.sock   the host's door (`actors.reader.door`)
+
+Who has the lock is the host: it makes the arena, or adopts the one that a dead host left, and opens the door. All
+others connect. When the host dies, the kernel drops the lock, and the next process that notices takes it.
+
+A process that can share with nobody has an arena of its own, and `Host.why_private` says why.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+from actors.node.chunk_flow import JobTables
+from actors.node_agent import NodeAgent
+from actors.reader.door import MAX_PATH_BYTES, DoorClient, HostDoor
+from cluster.config import Config
+from cluster.errors import AgentEnded, ClusterLost, VersionMismatch
+from cluster.messages import ArenaAccess, JoinReply, NodeJob, Orders, RankHello, RankUpdate
+from cluster.planning.packed_plan import ReaderTables
+from cluster.telemetry.report import NodeReport
+from storage.errors import ArenaError
+from storage.host.processes import ProcessId
+
+T = TypeVar("T")
+
+BECOMES_HOST_S = 10.0  # who has the lock and opens no door within this hangs
+LINGERS_S = 10.0  # an arena that nobody reads from stays this long, for the next model
+BEGIN_EVERY_S = 0.05
+WINDOW_BYTES = 256 << 20  # of a host's arena, where no setting says otherwise
+
+
+def host_folder() -> str:
+    """Return the folder of the user's lock and socket, which is made if it is missing. Raises ArenaError."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    path = os.path.join(base, "longshore") if os.path.isdir(base) else f"/tmp/longshore-{os.geteuid()}"
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        info = os.lstat(path)
+    except OSError as error:
+        raise ArenaError(f"cannot make the folder for the socket: {error.strerror}", path=path) from error
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        raise ArenaError("the folder for the socket belongs to another user, or others may enter it", path=path)
+    if len(os.fsencode(path)) + len("/host.sock") > MAX_PATH_BYTES:
+        raise ArenaError("the folder for the socket has too long a path", path=path, most_bytes=MAX_PATH_BYTES)
+    return path
+
+
+class OwnHost:
+    """A node agent in this process, with a door for others unless it is private."""
+
+    def __init__(self, config: Config, folder: str | None, lock: int | None, why_private: str = "") -> None:
+        """`lock`: descriptor of the lock file, which this object closes. None: private."""
+        self.why_private = why_private
+        self.users = 0
+        self._lock = lock
+        self._door: HostDoor | None = None
+        name = "private-" + uuid.uuid4().hex[:12] if folder is None else f"user-{os.geteuid()}"
+        given = config if config.window_bytes else config.model_copy(update={"window_bytes": WINDOW_BYTES})
+        self._agent = NodeAgent(given, name, folder or name)
+        try:
+            self._agent.facts()  # raises if there is no room for the arena
+            if folder is not None:
+                self._door = HostDoor(os.path.join(folder, "host.sock"), self._agent)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def host(self) -> ProcessId:
+        """Return this process."""
+        return ProcessId.current()
+
+    @property
+    def visitors(self) -> int:
+        """Number of connections of other processes."""
+        return 0 if self._door is None else self._door.visitors
+
+    def begin(self, job: NodeJob, tables: ReaderTables) -> bool:
+        """See `NodeAgent.begin`."""
+        needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
+        return self._agent.begin(job, tables=JobTables(tables, needs, tables.chunks.largest_bytes))
+
+    def join(self, hello: RankHello) -> JoinReply:
+        """See `NodeAgent.join`."""
+        return self._agent.join(hello)
+
+    def exchange(self, update: RankUpdate) -> Orders:
+        """See `NodeAgent.exchange`."""
+        return self._agent.exchange(update)
+
+    def report(self, load_id: str) -> NodeReport:
+        """See `NodeAgent.report`."""
+        return self._agent.report(load_id)
+
+    def close(self) -> None:
+        """Remove the arena and leave the lock to others. Idempotent."""
+        if self._door is not None:
+            self._door.close()
+        self._agent.shutdown()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+class VisitedHost(DoorClient):
+    """The host is another process."""
+
+    why_private = ""
+
+
+Host = OwnHost | VisitedHost
+
+
+class ProcessHost:
+    """The host that the readers of this process use, found when the first of them needs it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._finding = threading.Lock()
+        self._own: OwnHost | None = None
+        self._users = 0
+        self._unused_s = 0.0
+
+    def find(self, config: Config) -> Host:
+        """Return the host, and count a user of it. Call `leave` with it."""
+        with self._finding:
+            if self._own is not None:
+                self._users += 1
+                return self._own
+            found = _find(config)
+            if isinstance(found, OwnHost):
+                self._own, self._users = found, 1
+            return found
+
+    def leave(self, host: Host) -> None:
+        """End one use."""
+        if isinstance(host, VisitedHost):
+            host.close()
+            return
+        with self._finding:
+            if host is not self._own:
+                return
+            self._users -= 1
+            self._unused_s = time.monotonic()
+            if not self._users:
+                threading.Thread(target=self._linger, args=(host,), name="host", daemon=True).start()
+
+    def close(self) -> None:
+        """Remove the arena of a host of this process, unless readers of other processes use it."""
+        with self._finding:
+            own, self._own = self._own, None
+        if own is not None and not own.visitors:
+            own.close()
+
+    def _linger(self, host: OwnHost) -> None:
+        """Close a host that nobody has used for LINGERS_S."""
+        while True:
+            time.sleep(LINGERS_S / 10)
+            with self._finding:
+                if self._own is not host or self._users:
+                    return
+                if host.visitors:
+                    self._unused_s = time.monotonic()
+                elif time.monotonic() - self._unused_s >= LINGERS_S:
+                    self._own = None
+                    host.close()
+                    return
+
+
+PROCESS_HOST = ProcessHost()
+
+
+def _find(config: Config) -> Host:
+    try:
+        folder = host_folder()
+    except ArenaError as error:
+        return OwnHost(config, None, None, error.message)
+    path, give_up_s = os.path.join(folder, "host.sock"), time.monotonic() + BECOMES_HOST_S
+    while True:
+        try:
+            return VisitedHost(path)
+        except (VersionMismatch, ClusterLost) as error:
+            return OwnHost(config, None, None, error.message)
+        except OSError:
+            pass  # nobody listens there
+        lock = os.open(os.path.join(folder, "host.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return OwnHost(config, folder, lock)
+        except BlockingIOError:
+            os.close(lock)  # another process becomes the host
+        if time.monotonic() > give_up_s:
+            return OwnHost(config, None, None, "the process that has the lock opens no door")
+        time.sleep(0.02)
+
+
+class HostLink:
+    """A reader's link to whichever process is the host now. It begins the reader's load where it is not known."""
+
+    def __init__(self, config: Config, job: NodeJob, tables: ReaderTables) -> None:
+        self._config = config
+        self._job = job
+        self._tables = tables
+        self._host: Host | None = None
+
+    @property
+    def host(self) -> Host | None:
+        """Return the host that answered last."""
+        return self._host
+
+    def join(self, hello: RankHello) -> JoinReply:
+        """See `AgentLink.join`."""
+        return self._ask(lambda host: self._join(host, hello))
+
+    def exchange(self, update: RankUpdate) -> Orders:
+        """See `AgentLink.exchange`."""
+        return self._ask(lambda host: host.exchange(update))
+
+    def report(self) -> NodeReport:
+        """Return the host's report of the reader's group. Raises ClusterLost."""
+        return self._ask(lambda host: host.report(self._job.load_id))
+
+    def check_in(self, process: ProcessId, access: ArenaAccess) -> float:
+        """See `AgentLink.check_in`. A reader never becomes an orphan: it belongs to its process."""
+        return 0.0
+
+    def close(self) -> None:
+        """End the use of the host."""
+        host, self._host = self._host, None
+        if host is not None:
+            PROCESS_HOST.leave(host)
+
+    def _join(self, host: Host, hello: RankHello) -> JoinReply:
+        reply = host.join(hello)
+        if reply.known or reply.stop is not None:
+            return reply
+        give_up_s = time.monotonic() + self._config.slots_wait_s
+        while not host.begin(self._job, self._tables):
+            if time.monotonic() > give_up_s:
+                raise ArenaError("other readers hold the slots of the arena", load=self._job.load_id)
+            time.sleep(BEGIN_EVERY_S)
+        return host.join(hello)
+
+    def _ask(self, call: Callable[[Host], T]) -> T:
+        if self._host is None:
+            self._host = PROCESS_HOST.find(self._config)
+        try:
+            return call(self._host)
+        except (ClusterLost, AgentEnded) as error:
+            self.close()
+            raise ClusterLost("the host of the arena has ended", cause=type(error).__name__) from error

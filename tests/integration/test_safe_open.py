@@ -1,0 +1,429 @@
+"""`cluster.safe_open` beside safetensors' own, and several processes that share an arena without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cluster
+from actors.reader.host import PROCESS_HOST
+from cluster.config import Config
+from cluster.errors import ConfigError, ReaderClosed, TensorNotFound
+from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound
+from tests.support.checkpoints import odd_objects, safetensors_bytes, write_tiny_llama
+from tests.support.counting_proxy import CountingProxy
+from tests.support.stored_models import StoredModel
+
+CONFIG = Config(arena_bytes=48 << 20, slot_bytes=1 << 20, window_bytes=16 << 20, chunk_bytes=1 << 20)
+DTYPES = ["F32", "BF16", "F16", "F64", "I64", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"]
+
+
+@pytest.fixture(autouse=True)
+def own_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for lock and socket that no other test uses."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    yield folder
+    PROCESS_HOST.close()
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for key, data in odd_objects().items():
+        (folder / key).write_bytes(data)
+    return folder
+
+
+def theirs(path: Path, name: str) -> torch.Tensor:
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return False
+    one, other = (torch.cat([tensor.reshape(-1), tensor.reshape(-1)]) for tensor in (found, expected))
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def write_model(folder: Path, tensors: int = 12, rows: int = 512) -> dict[str, tuple[int, ...]]:
+    """Write a model of tensors of 1 kB a row, in two shards."""
+    folder.mkdir(exist_ok=True)
+    names = [f"layers.{number}.weight" for number in range(tensors)]
+    parts = names[: tensors // 2], names[tensors // 2 :]
+    weight_map = {}
+    for number, part in enumerate(parts):
+        key = f"model-0000{number + 1}-of-00002.safetensors"
+        specs = [(name, "F32", (rows, 256)) for name in part]
+        (folder / key).write_bytes(safetensors_bytes(specs, seed=number))
+        weight_map |= dict.fromkeys(part, key)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return {name: (rows, 256) for name in names}
+
+
+# --- the interface of safetensors ------------------------------------------------------------------------------
+
+
+def test_every_tensor_is_that_of_safetensors(odd: Path):
+    with cluster.safe_open(odd, config=CONFIG) as ours:
+        count = 0
+        for path in sorted(odd.glob("*.safetensors")):
+            with safetensors.safe_open(str(path), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # it is no dict
+                    try:
+                        expected = file.get_tensor(name)
+                    except safetensors.SafetensorError:
+                        continue  # a dtype that it cannot give to torch
+                    part = ours.get_slice(name)
+                    assert (part.get_shape(), part.get_dtype()) == (
+                        file.get_slice(name).get_shape(),
+                        file.get_slice(name).get_dtype(),
+                    )
+                    assert same(ours.get_tensor(name), expected), name
+                    count += 1
+        assert count > 10
+        assert len(ours) == len(ours.keys()) == len(ours.offset_keys()) >= count
+
+
+def test_one_file_has_keys_and_metadata_as_in_safetensors(tmp_path: Path):
+    path = tmp_path / "one.safetensors"
+    specs = [("b", "F32", (3, 2)), ("a", "I64", ()), ("ünïcode", "BF16", (0, 4))]
+    path.write_bytes(safetensors_bytes(specs, seed=1, metadata={"format": "pt", "who": "me"}))
+    with cluster.safe_open(path, config=CONFIG) as ours, safetensors.safe_open(str(path), framework="pt") as file:
+        assert ours.keys() == sorted(file.keys())
+        assert ours.offset_keys() == file.offset_keys()
+        assert ours.metadata() == file.metadata() == {"format": "pt", "who": "me"}
+        assert "a" in ours
+        assert "c" not in ours
+
+
+def test_metadata_of_shards_is_what_all_have(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    for number, path in enumerate(sorted(folder.glob("*.safetensors"))):
+        specs = [(f"layers.{6 * number + each}.weight", "F32", (512, 256)) for each in range(6)]
+        path.write_bytes(safetensors_bytes(specs, seed=number, metadata={"format": "pt", "shard": str(number)}))
+    with cluster.safe_open(folder, config=CONFIG) as ours:
+        assert ours.metadata() == {"format": "pt"}
+
+
+@st.composite
+def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    """An index as safetensors takes it: integers, slices without steps, an ellipsis."""
+    parts: list[Any] = []
+    for size in shape[: draw(st.integers(0, len(shape)))]:
+        if draw(st.booleans()):
+            parts.append(draw(st.integers(0, size - 1)))
+        else:
+            bounds = st.none() | st.integers(0, size)
+            parts.append(slice(draw(bounds), draw(bounds)))
+    if draw(st.booleans()):
+        parts.append(...)
+    return tuple(parts) if len(parts) != 1 or draw(st.booleans()) else parts[0]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_slices_are_those_of_safetensors(tmp_path: Path, data: st.DataObject):
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    path = tmp_path / "slices.safetensors"
+    path.write_bytes(safetensors_bytes([("x", "F32", (5,)), ("w", dtype, shape)], seed=3))
+    index = data.draw(indices(shape))
+    with safetensors.safe_open(str(path), framework="pt") as file, cluster.safe_open(path, config=CONFIG) as ours:
+        try:
+            expected = file.get_slice("w")[index]
+        except (safetensors.SafetensorError, IndexError, TypeError):
+            return  # ours may know more
+        assert same(ours.get_slice("w")[index], expected)
+
+
+def test_slices_with_steps_and_new_dimensions(tmp_path: Path):
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(safetensors_bytes([("w", "F32", (8, 6))], seed=1))
+    whole = theirs(path, "w")
+    with cluster.safe_open(path, config=CONFIG) as ours:
+        part = ours.get_slice("w")
+        for index in [(slice(1, 8, 3), slice(None, None, 2)), (None, slice(2)), ..., (slice(None), -1), [1, 4]]:
+            assert same(part[index], whole[index]), index
+
+
+def test_numpy_arrays(tmp_path: Path):
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(safetensors_bytes([("w", "F32", (8, 6)), ("h", "BF16", (2,))], seed=1))
+    with cluster.safe_open(path, framework="numpy", config=CONFIG) as ours:
+        assert isinstance(ours.get_tensor("w"), np.ndarray)
+        assert ours.get_slice("w")[2:4].tobytes() == theirs(path, "w").numpy()[2:4].tobytes()
+        with pytest.raises(ConfigError, match="bfloat16"):
+            ours.get_tensor("h")
+
+
+# --- what it reads, and errors ----------------------------------------------------------------------------------
+
+
+def test_only_chunks_of_what_is_asked_for_are_read(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)  # tensors of 512 kB, chunks of 1 MB
+    with cluster.safe_open(folder, config=CONFIG) as ours:
+        ours.get_slice("layers.7.weight")[:10]
+        assert 0 < ours.report()["store_bytes"] <= 1 << 20
+        for name in ours.offset_keys():
+            ours.get_tensor(name)
+        report = ours.report()
+        assert (report["refetched_bytes"], report["retries"]) == (0, {})
+        assert report["store_bytes"] <= 12 * (512 << 10)
+        assert (report["host"], report["shared"], report["why_private"]) == (os.getpid(), True, "")
+
+
+def test_a_second_model_of_the_same_bytes_comes_from_the_arena(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    cluster.publish(folder, chunk_bytes=1 << 20)
+    for stored in (True, False):
+        with cluster.safe_open(folder, config=CONFIG) as ours:
+            for name in ours.offset_keys():
+                ours.get_tensor(name)
+            assert bool(ours.report()["store_bytes"]) is stored
+
+
+def test_damaged_bytes_are_never_returned(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    cluster.publish(folder, chunk_bytes=1 << 20)
+    path = sorted(folder.glob("*.safetensors"))[1]
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with cluster.safe_open(folder, config=CONFIG) as ours:
+        ours.get_tensor("layers.0.weight")
+        with pytest.raises(LongshoreError) as raised:
+            ours.get_tensor(ours.offset_keys()[-1])
+    assert isinstance(raised.value, IntegrityError | ObjectChanged)
+
+
+def test_typed_errors(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    with pytest.raises(ObjectNotFound):
+        cluster.safe_open(tmp_path / "nothing", config=CONFIG)
+    with pytest.raises(ConfigError, match="framework"):
+        cluster.safe_open(folder, framework="tf", config=CONFIG)
+    with pytest.raises(ConfigError, match="members 0 to 1"):
+        cluster.safe_open(folder, member=2, members=2, group="g", config=CONFIG)
+    with cluster.safe_open(folder, config=CONFIG) as ours, pytest.raises(TensorNotFound, match=r"layers\.99"):
+        ours.get_tensor("layers.99")
+    with pytest.raises(ReaderClosed, match="closed"):
+        ours.get_tensor("layers.0.weight")
+
+
+def test_tensors_stay_valid_after_close(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    with cluster.safe_open(folder, config=CONFIG) as ours:
+        name = ours.offset_keys()[0]
+        tensor = ours.get_tensor(name)
+    PROCESS_HOST.close()
+    assert same(tensor, theirs(next(iter(sorted(folder.glob("*.safetensors")))), name))
+
+
+def test_many_threads_read_one_model(tmp_path: Path):
+    folder = tmp_path / "model"
+    names = list(write_model(folder))
+    expected = {name: theirs(path, name) for path in folder.glob("*.safetensors") for name in safe_names(path)}
+    wrong: list[str] = []
+    with cluster.safe_open(folder, config=CONFIG) as ours:
+
+        def read(mine: list[str]) -> None:
+            wrong.extend(name for name in mine if not same(ours.get_tensor(name), expected[name]))
+
+        threads = [threading.Thread(target=read, args=(names[number::4],)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def safe_names(path: Path) -> list[str]:
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        return list(file.keys())
+
+
+def test_a_forked_process_is_told_to_open_the_model_itself(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    done = run(
+        """
+        import os
+        with cluster.safe_open(folder, config=config) as f:
+            f.get_tensor("layers.0.weight")
+            if os.fork() == 0:
+                try:
+                    f.get_tensor("layers.1.weight")
+                except cluster.ReaderClosed as error:
+                    os._exit(0 if "forked" in str(error) else 3)
+                os._exit(4)
+            raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+        """,
+        folder,
+    )
+    assert ended(done) == 0
+
+
+# --- several processes ------------------------------------------------------------------------------------------
+
+
+def run(
+    code: str, folder: Path, environ: Mapping[str, str] = {}, config: Config = CONFIG, **variables: object
+) -> subprocess.Popen[str]:
+    """Start a process that runs the code, with `folder`, `config` and the variables."""
+    lines = [
+        "import os, sys, time, json, cluster",
+        "from pathlib import Path",
+        "from cluster.config import Config",
+        f"folder = Path({str(folder)!r})",
+        f"config = Config.model_validate({config.model_dump(exclude_unset=True)!r})",
+        *(f"{name} = {value!r}" for name, value in variables.items()),
+        textwrap.dedent(code),
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environ})
+
+
+def ended(process: subprocess.Popen[str]) -> int:
+    """Wait for the process, and return its exit code."""
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+READ_ALL = """
+import hashlib
+with cluster.safe_open(uri, config=config, group="engine", member=member, members=2, **store) as f:
+    found = hashlib.sha256()
+    for name in f.offset_keys():
+        found.update(f.get_tensor(name).view(dtype=__import__("torch").uint8).numpy().tobytes())
+        time.sleep(pause_s)
+    (folder / str(member)).write_text("done")
+    while len(list(folder.iterdir())) < 2:  # so that both reports are those of one host
+        time.sleep(0.02)
+    print(json.dumps({"digest": found.hexdigest(), **f.report()}))
+"""
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.05])
+def test_processes_of_a_group_read_each_byte_once_without_ray(tmp_path: Path, llama: StoredModel, pause_s: float):
+    """`pause_s`: of one of them, after each tensor. The window is an eighth of the model."""
+    folder = tmp_path / "done"
+    folder.mkdir()
+    model_bytes = sum(path.stat().st_size for path in llama.folder.glob("*.safetensors"))
+    window_bytes = max(5 << 20, model_bytes // 8)
+    window = {"arena_bytes": window_bytes, "window_bytes": window_bytes, "group_patience_s": 60.0}
+    config = CONFIG.model_copy(update=window)
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        key = llama.server.credentials()
+        store = {"endpoint_url": proxy.endpoint_url, "region": llama.server.region}
+        os_environ = {"AWS_ACCESS_KEY_ID": key.access_key_id, "AWS_SECRET_ACCESS_KEY": key.secret_access_key}
+        work = [
+            run(
+                READ_ALL,
+                folder,
+                os_environ,
+                config,
+                uri=llama.uri,
+                store=store,
+                member=number,
+                pause_s=number * pause_s,
+            )
+            for number in range(2)
+        ]
+        found = [json.loads(process.communicate(timeout=120)[0]) for process in work]
+        read_bytes = sum(size for path, size in proxy.bytes_by_path().items() if path.endswith(".safetensors"))
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["host"] == found[1]["host"]
+    assert {each["why_private"] for each in found} == {""}
+    assert read_bytes <= model_bytes
+    assert found[0]["store_bytes"] <= model_bytes
+    assert found[0]["refetched_bytes"] == 0
+
+
+def test_another_process_adopts_the_arena_of_a_killed_host(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    cluster.publish(folder, chunk_bytes=1 << 20)
+    host = run(
+        """
+        with cluster.safe_open(folder, config=config) as f:
+            f.get_tensor("layers.0.weight")
+            print("ready", flush=True)
+            time.sleep(600)
+        """,
+        folder,
+    )
+    assert host.stdout is not None
+    assert host.stdout.readline() == "ready\n"
+    reader = run(
+        """
+        with cluster.safe_open(folder, config=config) as f:
+            f.get_tensor("layers.1.weight")
+            first = f.report()["host"]
+            print(first, flush=True)
+            while os.path.exists(f"/proc/{first}"):
+                time.sleep(0.05)
+            for name in f.offset_keys():
+                f.get_tensor(name)
+            print(f.report()["host"] == os.getpid(), flush=True)
+        """,
+        folder,
+    )
+    assert reader.stdout is not None
+    assert int(reader.stdout.readline()) == host.pid
+    host.send_signal(signal.SIGKILL)
+    assert ended(host) == -signal.SIGKILL
+    assert reader.communicate(timeout=60)[0] == "True\n"
+    assert reader.returncode == 0
+
+
+def test_the_arena_is_gone_when_all_processes_have_ended(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_tiny_llama(folder)
+    before = set(os.listdir("/dev/shm"))
+    done = run("with cluster.safe_open(folder, config=config) as f: f.get_tensor(f.keys()[0])", folder)
+    assert ended(done) == 0
+    give_up_s = time.monotonic() + 10
+    while set(os.listdir("/dev/shm")) - before and time.monotonic() < give_up_s:
+        time.sleep(0.1)
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "user-" in name]
+
+
+def test_ray_is_not_imported(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_tiny_llama(folder)
+    done = run(
+        """
+        with cluster.safe_open(folder, config=config) as f:
+            f.get_tensor(f.keys()[0])
+        raise SystemExit("ray" in sys.modules)
+        """,
+        folder,
+    )
+    assert ended(done) == 0
