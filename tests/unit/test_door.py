@@ -1,0 +1,296 @@
+"""The socket between readers and their host: what it accepts, and what it does with everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from actors.reader import door
+from actors.reader.door import MAX_FRAME_BYTES, DoorClient, HostDoor, WrittenTables
+from cluster.errors import ChunkFailed, ClusterLost, ModelNotFound, VersionMismatch
+from cluster.fit.needs import min_slots
+from cluster.messages import Commit, FetchFailure, NodeJob, RankHello, RankUpdate
+from cluster.planning.packed_plan import ReaderTables
+from longshore.installation import VERSION
+from storage.checkpoints.model_index import ChunkTable, Shard
+from storage.checksum import StoreChecksum
+from storage.errors import IntegrityError
+from storage.host.processes import ProcessId
+from tests.support.local_node import local_node
+
+TABLES = ReaderTables.of(
+    (Shard("a.safetensors", 300, "v1"), Shard("b.safetensors", 100, None, StoreChecksum("crc32c", b"\x00\xff"))),
+    ChunkTable(
+        np.array([0, 0, 1], np.int32),
+        np.array([0, 200, 0], np.int64),
+        np.array([200, 300, 100], np.int64),
+        "blake3",
+        np.arange(96, dtype=np.uint8).reshape(3, 32),
+    ),
+)
+NUMBERS = itertools.count(1)
+JOB = NodeJob(
+    load_id="readers-1",
+    attempt=1,
+    shared=b"",
+    store_identity="s",
+    ranks=(0,),
+    done=frozenset(),
+    min_slots=min_slots(1),
+    chunk_attempts=3,
+    lease_deadline_s=60.0,
+    record=b"",
+    on_demand=True,
+)
+
+
+def hello(process: ProcessId | None = None) -> RankHello:
+    return RankHello("readers-1", 1, 0, 0, process or ProcessId.current(), number=next(NUMBERS))
+
+
+@pytest.fixture
+def path(shm_dir: Path, tmp_path: Path) -> Iterator[str]:
+    """The socket of a host in this process."""
+    with local_node(shm_dir, slots=4) as node:
+        opened = HostDoor(str(tmp_path / "host.sock"), node.agent)
+        yield str(tmp_path / "host.sock")
+        opened.close()
+
+
+def frame(text: bytes, version: bytes | None = None) -> bytes:
+    line = b"%d %s\n" % (VERSION[0], VERSION[1].encode()) if version is None else version
+    return struct.pack(">I", len(line + text)) + line + text
+
+
+def say(path: str, data: bytes) -> bytes:
+    """Send bytes, and return what comes back until the host closes the connection."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(path)
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # it did not read everything
+            while piece := sock.recv(1 << 16):
+                answer += piece
+        return answer
+
+
+def answers(path: str) -> bool:
+    """Return whether the host still serves readers."""
+    client = DoorClient(path)
+    try:
+        return client.begin(JOB, TABLES) and client.join(hello()).known
+    finally:
+        client.close()
+
+
+def test_messages_arrive_as_they_were_sent(path: str):
+    client = DoorClient(path)
+    assert client.host == ProcessId.current()
+    assert client.begin(JOB, TABLES)
+    reply = client.join(hello())
+    assert reply.known
+    update = RankUpdate("readers-1", 1, 0, 0, ProcessId.current(), number=next(NUMBERS), want_leases=2, asks=(0, 2))
+    orders = client.exchange(update)
+    assert {order.chunk for order in orders.leases} == {0, 2}
+    assert client.report("readers-1").needed_chunks == 2
+    with pytest.raises(ModelNotFound, match="does not know"):
+        client.report("other")
+    client.close()
+    with pytest.raises(ClusterLost):
+        client.report("readers-1")
+
+
+def test_tables_survive_the_way():
+    again = WrittenTables.of(TABLES).tables()
+    assert again.shards == TABLES.shards
+    for column in ("shard", "start", "end", "digests"):
+        assert np.array_equal(getattr(again.chunks, column), getattr(TABLES.chunks, column))
+    plain = ReaderTables.of(TABLES.shards, replace(TABLES.chunks, hash_name=None, digests=None))
+    assert WrittenTables.of(plain).tables().chunks.digests is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"start": b"\0" * 8},
+        {"shard": np.array([0, 0, 2], "<i4").tobytes()},
+        {"shard": np.array([0, 0, -1], "<i4").tobytes()},
+        {"end": np.array([200, 100, 100], "<i8").tobytes()},
+        {"start": np.array([-1, 200, 0], "<i8").tobytes()},
+        {"digests": b"\0" * 95},
+        {"digest_bytes": 0, "digests": b""},
+        {"hash_name": None},
+        {"start": b"\0" * 23},
+    ],
+)
+def test_tables_that_make_no_sense_are_refused(changes: dict[str, Any]):
+    with pytest.raises(ValueError):  # noqa: PT011  # any
+        replace(WrittenTables.of(TABLES), **changes).tables()
+
+
+def test_errors_keep_class_hint_and_plain_details():
+    error = ChunkFailed("m", hint="h", chunk=3, cause=None, more=[1, 2])
+    update = RankUpdate("l", 1, 0, 0, ProcessId(1, 2), failed=(FetchFailure("x", 1, error, 3),))
+    arguments, _ = door._CALLS["exchange"]
+    (again,) = arguments.validate_json(arguments.dump_json((update,)))
+    (failure,) = again.failed
+    assert (type(failure.error), str(failure.error)) == (ChunkFailed, str(error))
+    assert failure.error.details == {"chunk": 3, "cause": None, "more": "[1, 2]"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kind": "SystemExit", "message": "m", "hint": "", "details": {}},
+        {"kind": "IntegrityError", "message": "m", "hint": "", "details": {"self": 1}},
+        {"kind": "IntegrityError", "message": 1, "hint": "", "details": {}},
+        {"kind": "IntegrityError", "message": "m", "hint": "", "details": []},
+        {"message": "m"},
+        "IntegrityError",
+    ],
+)
+def test_other_errors_become_none_of_ours(given: Any):
+    data = json.dumps(given).encode()
+    if isinstance(given, dict) and given.get("kind") == "SystemExit":
+        found = door._ERROR.validate_json(data)
+        assert type(found).__name__ == "LongshoreError"
+        return
+    with pytest.raises(ValueError):  # noqa: PT011  # pydantic's
+        door._ERROR.validate_json(data)
+    assert isinstance(IntegrityError("m"), Exception)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0\0",
+        struct.pack(">I", 0),
+        struct.pack(">I", MAX_FRAME_BYTES + 1) + b"x",
+        struct.pack(">I", 100) + b"too short",
+        frame(b"exchange [1]", version=b""),
+        frame(b"exchange [1]", version=b"x" * 200 + b"\n"),
+        frame(b"shutdown []"),
+        frame(b"exchange {}"),
+        frame(b'report ["a", "b"]'),
+        frame(b"\x80\x04K\x01."),  # a pickle
+        frame(b'report ["' + b"[" * 100_000),
+    ],
+)
+def test_what_is_no_message_ends_the_connection(path: str, data: bytes):
+    assert say(path, data) == b""
+    assert answers(path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300) | st.binary(max_size=300).map(frame))
+@example(frame(b"begin []"))
+def test_no_bytes_break_the_host(path: str, data: bytes):
+    say(path, data)
+    assert answers(path)
+
+
+def test_another_version_is_told_so(path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(door, "VERSION", (VERSION[0] - 1, "0.0.1"))
+    client = DoorClient(path)
+    with pytest.raises(VersionMismatch, match=r"0\.0\.1"):
+        client.report("readers-1")
+    client.close()
+
+
+def test_nobody_speaks_for_another_process(path: str):
+    client = DoorClient(path)
+    assert client.begin(JOB, TABLES)
+    with pytest.raises(ClusterLost):
+        client.join(hello(ProcessId(os.getpid(), 1)))
+    client.close()
+    assert answers(path)
+
+
+def test_loads_of_ranks_do_not_come_through_the_door(path: str):
+    for job in (replace(JOB, on_demand=False), replace(JOB, shared=b"\x80\x04K\x01.")):
+        client = DoorClient(path)
+        with pytest.raises(ClusterLost):
+            client.begin(job, TABLES)
+        client.close()
+    assert answers(path)
+
+
+def test_only_the_user_can_enter(path: str):
+    assert os.stat(path).st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(path: str):
+    os.chmod(path, 0o666)
+    os.chmod(os.path.dirname(path), 0o755)
+    code = f"""
+import os, socket
+os.setuid(65534)
+s = socket.socket(socket.AF_UNIX)
+try:
+    s.connect({path!r})
+    s.sendall({frame(b'report ["x"]')!r})
+    raise SystemExit(s.recv(10) != b"")
+except (PermissionError, ConnectionError):
+    raise SystemExit(0)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(door, "ANSWER_S", 0.2)
+    path = str(tmp_path / "silent.sock")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        client = DoorClient(path)
+        with pytest.raises(ClusterLost, match="does not answer"):
+            client.report("x")
+        client.close()
+
+
+def test_a_host_that_answers_nonsense_is_given_up(tmp_path: Path):
+    path = str(tmp_path / "rogue.sock")
+    for answer in (b"", b"\xff\xff\xff\xff", frame(b"+[1]"), frame(b"-{}"), frame(b"?"), frame(b"+" + b"[" * 100_000)):
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path)
+            listening.listen()
+
+            def serve(listening: socket.socket = listening, answer: bytes = answer) -> None:
+                sock, _ = listening.accept()
+                with sock:
+                    sock.recv(1 << 16)
+                    sock.sendall(answer)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            client = DoorClient(path)
+            with pytest.raises(ClusterLost):
+                client.exchange(RankUpdate("l", 1, 0, 0, ProcessId.current(), committed=(Commit("x", 1),)))
+            client.close()
+            thread.join()
+        os.unlink(path)
+
+
+def test_a_path_too_long_for_a_socket_is_an_error(tmp_path: Path):
+    with pytest.raises(Exception, match="too long a path"):
+        HostDoor(str(tmp_path / ("x" * 100)), None)  # type: ignore[arg-type]
