@@ -15,6 +15,7 @@ class NodeAgent:
         from actors.node_agent import NodeAgent
 
         self._agent = NodeAgent(*arguments)
+        self._agent.open_door()
 
     def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
         """Run any call of the agent, for a caller with a version."""

@@ -24,6 +24,7 @@ import threading
 import time
 import uuid
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from actors.links import CoordinatorLink
 from actors.node.chunk_flow import JobTables
@@ -85,6 +86,9 @@ class Survivors:
         return gone
 
 
+if TYPE_CHECKING:
+    from actors.reader.door import HostDoor
+
 _LOG = logging.getLogger("longshore.agent")
 LONGEST_WAIT_S = 5.0  # a rank's call waits so long for orders; must be shorter than the rank's timeout for the agent
 
@@ -121,6 +125,7 @@ class NodeAgent:
         self._arena: Arena | None = None
         self._survivors = Survivors("", self._incarnation, restored=False)
         self._threads: list[threading.Thread] = []
+        self._door: HostDoor | None = None
         try:
             self._settings = NodeSettings.here(node_name(self._host, node_id), given)
             config = self._config = self._settings.config
@@ -149,6 +154,18 @@ class NodeAgent:
             thread = threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def open_door(self) -> None:
+        """Serve readers of other processes on this machine (`actors.reader`). Without a door the agent works too."""
+        from actors.reader.host import agent_door  # which imports this module
+
+        with self._changed:
+            if self._arena is None:
+                return
+        try:
+            self._door = agent_door(self, self._node_id)
+        except (LongshoreError, OSError) as error:
+            _LOG.warning("processes without Ray cannot share this node's arena: %s", error, extra=self._about)
 
     def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
         """Run one of the methods below for a caller with a version, and return the answer with ours (`actors.links`).
@@ -274,6 +291,8 @@ class NodeAgent:
             self._stopped.set()
             self._arena.unlink()
             self._changed.notify_all()
+        if self._door is not None:
+            self._door.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

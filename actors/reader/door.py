@@ -15,6 +15,7 @@ Nothing is pickled. The messages are those between ranks and agents (`cluster.me
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -93,16 +94,27 @@ def _column(data: bytes, dtype: str) -> NDArray[Any]:
 
 # Call -> (types of its arguments, type of its answer)
 _CONFIG = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-_CALLS: dict[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
-    name: (TypeAdapter(arguments, config=_CONFIG), TypeAdapter(tuple[answer], config=_CONFIG))  # type: ignore[valid-type]
-    for name, arguments, answer in (
-        ("begin", tuple[NodeJob, WrittenTables], bool),
-        ("join", tuple[RankHello], JoinReply),
-        ("exchange", tuple[RankUpdate], Orders),
-        ("report", tuple[str], NodeReport),
-    )
+_CALLS: dict[str, tuple[Any, Any]] = {
+    "begin": (tuple[NodeJob, WrittenTables], tuple[bool]),
+    "join": (tuple[RankHello], tuple[JoinReply]),
+    "exchange": (tuple[RankUpdate], tuple[Orders]),
+    "report": (tuple[str], tuple[NodeReport]),
 }
 _ERROR: TypeAdapter[LongshoreError] = TypeAdapter(LongshoreError)
+
+
+@functools.cache
+def types_of(call: str) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
+    """Return what checks, reads and writes the arguments and the answer of a call. Raises BadFrame for no call.
+
+    They are made at the first call: an agent of a cluster, which seldom has visitors, starts without them.
+    """
+    if call not in _CALLS:
+        raise BadFrame("an unknown call")
+    arguments, answer = _CALLS[call]
+    return TypeAdapter(arguments, config=_CONFIG), TypeAdapter(answer, config=_CONFIG)
+
+
 _ANSWERED, _FAILED = b"+", b"-"
 
 
@@ -243,9 +255,7 @@ class HostDoor:
     def _call(self, frame: bytes, peer: ProcessId) -> bytes:
         """Run one call. Raises the agent's errors, and ValueError for a call that there is not."""
         name, _, given = frame.partition(b" ")
-        types = _CALLS.get(name.decode("ascii", "replace"))
-        if types is None:
-            raise BadFrame("an unknown call")
+        types = types_of(name.decode("ascii", "replace"))
         arguments = types[0].validate_json(given)
         answer: Any
         match arguments:
@@ -317,7 +327,7 @@ class DoorClient:
 
     def _ask(self, call: str, *arguments: object) -> Any:
         """Return the host's answer. Raises its error, and ClusterLost when it does not answer or makes no sense."""
-        given, answer = _CALLS[call]
+        given, answer = types_of(call)
         try:
             with self._lock:
                 send_frame(self._socket, call.encode(), b" ", given.dump_json(arguments))

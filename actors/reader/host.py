@@ -1,19 +1,23 @@
-"""The host of a node's arena, for processes without Ray: the first of the user's processes that opens a model.
+"""The host of a node's arena, for processes without Ray: a node's agent, or the first process that opens a model.
 
-    host.lock   locked by the host for as long as it lives
-    host.sock   the host's door (`actors.reader.door`)
+    agent-<node>.sock   the door (`actors.reader.door`) of an agent that runs on this machine in a Ray cluster
+    host.lock           locked by the host for as long as it lives
+    host.sock           the host's door
 
-Who has the lock is the host: it makes the arena, or adopts the one that a dead host left, and opens the door. All
-others connect. When the host dies, the kernel drops the lock, and the next process that notices takes it.
+Where one agent runs, it is the host. Else who has the lock is the host: it makes the arena, or adopts the one that a
+dead host left, and opens the door. All others connect. When the host dies, the kernel drops the lock, and the next
+process that notices takes it. Where several agents run, a process in Ray takes that of its own node.
 
 A process that can share with nobody has an arena of its own, and `Host.why_private` says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
+import sys
 import threading
 import time
 import uuid
@@ -28,7 +32,7 @@ from cluster.errors import AgentEnded, ClusterLost, VersionMismatch
 from cluster.messages import ArenaAccess, JoinReply, NodeJob, Orders, RankHello, RankUpdate
 from cluster.planning.packed_plan import ReaderTables
 from cluster.telemetry.report import NodeReport
-from storage.errors import ArenaError
+from storage.errors import ArenaError, LongshoreError
 from storage.host.processes import ProcessId
 
 T = TypeVar("T")
@@ -40,8 +44,8 @@ WINDOW_BYTES = 256 << 20  # of a host's arena, where no setting says otherwise
 
 
 def host_folder() -> str:
-    """Return the folder of the user's lock and socket, which is made if it is missing. Raises ArenaError."""
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    """Return the folder of the user's lock and sockets, which is made if it is missing. Raises ArenaError."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     path = os.path.join(base, "longshore") if os.path.isdir(base) else f"/tmp/longshore-{os.geteuid()}"
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
@@ -179,11 +183,45 @@ class ProcessHost:
 PROCESS_HOST = ProcessHost()
 
 
+def agent_door(agent: NodeAgent, node_id: str) -> HostDoor:
+    """Open the door of an agent of a Ray cluster. Raises ArenaError, ConfigError, OSError."""
+    return HostDoor(os.path.join(host_folder(), _agent_socket(node_id)), agent)
+
+
+def _agent_socket(node_id: str) -> str:
+    return f"agent-{node_id[:16]}.sock"
+
+
+def _agent_here(folder: str) -> VisitedHost | None:
+    """Return the agent of this process's node, or the only one of this machine."""
+    ray = sys.modules.get("ray")
+    own = _agent_socket(ray.get_runtime_context().get_node_id()) if ray is not None and ray.is_initialized() else ""
+    found: list[VisitedHost] = []
+    for name in sorted(os.listdir(folder)):
+        if not name.startswith("agent-") or (own and name != own):
+            continue
+        path = os.path.join(folder, name)
+        try:
+            found.append(VisitedHost(path))
+        except ConnectionRefusedError:  # its agent was killed
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        except (OSError, LongshoreError):
+            continue
+    if len(found) == 1:
+        return found[0]
+    for host in found:
+        host.close()
+    return None
+
+
 def _find(config: Config) -> Host:
     try:
         folder = host_folder()
     except ArenaError as error:
         return OwnHost(config, None, None, error.message)
+    if (agent := _agent_here(folder)) is not None:
+        return agent
     path, give_up_s = os.path.join(folder, "host.sock"), time.monotonic() + BECOMES_HOST_S
     while True:
         try:

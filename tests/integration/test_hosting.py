@@ -201,3 +201,36 @@ def test_bad_bytes_reach_the_host_as_the_same_error(longshore: Longshore, llama:
     with pytest.raises(cluster.ObjectNotFound), cluster.host_rank("s3://no-such-bucket/model", 0, **llama.options):
         pass
     longshore.assert_nothing_left()
+
+
+def read_on_demand(uri: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Read every tensor of a model, and return the report. Raises if one differs from the files."""
+    import safetensors
+    import torch
+
+    with cluster.safe_open(uri, **options) as ours:
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            with safetensors.safe_open(str(path), framework="pt") as theirs:
+                for name in theirs.keys():  # noqa: SIM118  # it is no dict
+                    if not torch.equal(ours.get_tensor(name), theirs.get_tensor(name)):
+                        raise AssertionError(name)
+        return ours.report()
+
+
+def test_readers_share_the_arena_of_their_nodes_agent(longshore: Longshore, llama: StoredModel) -> None:
+    import ray
+
+    longshore.configure(empty=True)
+    with cluster.load(llama.uri, **llama.options, device="cpu", address=longshore.address) as model:
+        (node,) = {rank.node for rank in model.report.ranks}
+        there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        arguments = llama.uri, llama.options, str(llama.folder)
+        task = ray.remote(read_on_demand).options(scheduling_strategy=there)
+        report = ray.get(task.remote(*arguments), timeout=120)
+        agents = {longshore.pid(name) for name in longshore.actor_names("agent-")}
+        assert report["host"] in agents
+        assert (report["store_bytes"], report["shared"]) == (0, True)  # the load has read it all
+        assert report["cached_bytes"] > 0
+        mine = read_on_demand(*arguments)  # this process is in Ray too, on one of the nodes
+        assert mine["host"] in agents
+    longshore.assert_nothing_left()

@@ -338,7 +338,12 @@ def ray_cluster_of_two() -> Iterator[Any]:
     node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": OBJECT_STORE_BYTES}
     node["env_vars"] = variables(TEST_SETTINGS)
     temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)
-    with environment(ENVIRONMENT), temporary as folder, new_ray_cluster(**node, temp_dir=folder) as ray_cluster:
+    with (
+        environment(ENVIRONMENT),
+        temporary as folder,
+        environment({"XDG_RUNTIME_DIR": folder}),  # where agents open their doors: one folder per cluster
+        new_ray_cluster(**node, temp_dir=folder) as ray_cluster,
+    ):
         ray_cluster.add_node(wait=False, **node)
         ray_cluster.wait_for_nodes(NODE_START_S)
         yield ray_cluster

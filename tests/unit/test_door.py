@@ -149,7 +149,7 @@ def test_tables_that_make_no_sense_are_refused(changes: dict[str, Any]):
 def test_errors_keep_class_hint_and_plain_details():
     error = ChunkFailed("m", hint="h", chunk=3, cause=None, more=[1, 2])
     update = RankUpdate("l", 1, 0, 0, ProcessId(1, 2), failed=(FetchFailure("x", 1, error, 3),))
-    arguments, _ = door._CALLS["exchange"]
+    arguments, _ = door.types_of("exchange")
     (again,) = arguments.validate_json(arguments.dump_json((update,)))
     (failure,) = again.failed
     assert (type(failure.error), str(failure.error)) == (ChunkFailed, str(error))
