@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from cluster.planning.plan_summary import PlanSummary as PlanSummary
     from cluster.planning.preview import aplan as aplan
     from cluster.planning.preview import plan as plan
+    from cluster.small_files import config_folder as config_folder
     from cluster.telemetry.report import ClusterStatus as ClusterStatus
     from cluster.telemetry.report import LoadProgress as LoadProgress
     from cluster.telemetry.report import LoadReport as LoadReport
@@ -124,6 +125,7 @@ _EXPORTS = {
         "aload apublish arelease asign astatus averify generate_key load publish release sign status verify"
     ),
     "cluster.config": "Config",
+    "cluster.small_files": "config_folder",
     "cluster.errors": (
         "AgentEnded CallTimeout ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit "
         "DoesNotFitNow "

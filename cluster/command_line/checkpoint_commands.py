@@ -123,6 +123,16 @@ def run_sign(args: argparse.Namespace) -> int:
     return OK
 
 
+def run_config_folder(args: argparse.Namespace) -> int:
+    """Make a folder with the model's small files, and print its path."""
+    from cluster.command_line.tables import cell
+    from cluster.small_files import config_folder
+
+    path = config_folder(args.uri, args.folder, code=args.code, **given_options(args, (*TRUSTED, *STORE)))
+    answer(args, {"folder": path}, lambda: cell(path))
+    return OK
+
+
 def run_keygen(args: argparse.Namespace) -> int:
     """Make a pair of keys; the private one is only written."""
     from cluster.client import generate_key
@@ -179,5 +189,10 @@ def add_checkpoint_verbs(verbs: Verbs) -> None:
     sign.add_argument("--key", metavar="FILE", required=True, help="private key, as `longshore keygen` makes it")
     add_signed_name(sign)
     add_options(sign, STORE)
+
+    folder = add_verb(verbs, "config-folder", run_config_folder, "URI")
+    folder.add_argument("--folder", metavar="FOLDER", help="new or empty (default: one in the user's cache)")
+    folder.add_argument("--code", action="store_true", help="fetch .py files too, which an engine may run")
+    add_options(folder, (*TRUSTED, *STORE))
 
     add_verb(verbs, "keygen", run_keygen, "FILE")

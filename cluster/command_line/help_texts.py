@@ -102,6 +102,20 @@ PAGES = {
         (5, 6),
         URI,
     ),
+    "config-folder": Page(
+        "make a local folder with a model's config and tokenizer, for engines",
+        (
+            "Fetches config.json, the tokenizer and generation files, each verified against the manifest, and prints "
+            "the folder's path. Weights stay in the store: the folder's longshore.json says where, and a loader of an "
+            "engine reads them from there. .py files are fetched with --code only, because engines run them.",
+        ),
+        (
+            "longshore config-folder s3://models/llama-8b",
+            "longshore config-folder s3://models/llama-8b --folder ./llama-8b",
+        ),
+        (3, 5, 6),
+        URI,
+    ),
     "keygen": Page(
         "make a key to sign manifests with: FILE and FILE.pub",
         (

@@ -10,11 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster.errors import ModelConfigError
 from cluster.layouts.families import CONFIG_DEFAULTS
 from cluster.precision.quantization_config import QuantizationConfig, find_quantization
-from storage.checkpoints.model_index import ModelIndex, OtherFile
-from storage.checksum import new_hasher
-from storage.errors import IntegrityError, ManifestMismatch, ObjectNotFound
-from storage.problems import Problems, json_values, quote, show_bytes
-from storage.stores.object_store import ByteRange, ObjectStore, read_bytes
+from storage.checkpoints.checkpoint import read_other_file
+from storage.checkpoints.model_index import ModelIndex
+from storage.problems import Problems, json_values, quote
+from storage.stores.object_store import ObjectStore
 
 CONFIG_KEY = "config.json"
 MAX_CONFIG_BYTES = 16 << 20  # config.json with the label names of a large classifier is about 1 MB
@@ -83,7 +82,6 @@ def parse_model_config(data: bytes) -> ModelConfig:
         raise ModelConfigError(f"config.json cannot be used: {problems}") from exc
 
 
-_UPLOAD_HINT = "upload the published file again, or publish the model again"
 _NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # error types of pydantic
 _OBJECT_WANTED = "Input should be an object"
 
@@ -114,49 +112,12 @@ def _read_config(store: ObjectStore, index: ModelIndex) -> bytes | None:
     if file is None:
         return None
     _check_size(file.size_bytes)
-    if file.digest is not None:
-        _check_published_size(store, file)
-    data = read_bytes(store, file.key, ByteRange(0, file.size_bytes))
-    _check_digest(file, data)
-    return data
-
-
-def _check_published_size(store: ObjectStore, file: OtherFile) -> None:
-    """Raise ManifestMismatch for another size. Otherwise the store would refuse the range of a shorter file."""
-    try:
-        found_bytes = store.stat(file.key).size_bytes
-    except ObjectNotFound as error:
-        raise ManifestMismatch(
-            "config.json was published and is now missing", hint=_UPLOAD_HINT, uri=store.uri, key=file.key
-        ) from error
-    if found_bytes < file.size_bytes:
-        raise ManifestMismatch(
-            f"config.json is cut short: {show_bytes(found_bytes)} of {show_bytes(file.size_bytes)} are there",
-            hint=_UPLOAD_HINT,
-            uri=store.uri,
-            key=file.key,
-        )
-    if found_bytes > file.size_bytes:
-        raise ManifestMismatch(
-            f"config.json has {found_bytes} bytes, published with {file.size_bytes}", hint=_UPLOAD_HINT, uri=store.uri
-        )
+    return read_other_file(store, file)
 
 
 def _check_size(size_bytes: int) -> None:
     if size_bytes > MAX_CONFIG_BYTES:
         raise ModelConfigError(f"config.json has {size_bytes} bytes, more than {MAX_CONFIG_BYTES}")
-
-
-def _check_digest(file: OtherFile, data: bytes) -> None:
-    if file.digest is None:
-        return
-    name, _, expected = file.digest.partition(":")
-    hasher = new_hasher(name)
-    hasher.update(data)
-    if hasher.hexdigest() != expected:
-        raise IntegrityError(
-            "config.json is not the published one", hint=_UPLOAD_HINT, key=file.key, expected=file.digest
-        )
 
 
 def _language_part(fields: dict[str, Any]) -> dict[str, Any]:

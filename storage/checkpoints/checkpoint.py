@@ -30,9 +30,11 @@ from storage.checkpoints.checkpoint_files import (
 )
 from storage.checkpoints.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, manifest_front, parse_manifest
 from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, ChunkTable, ModelIndex, OtherFile, Shard, chunk_bounds
+from storage.checksum import new_hasher
 from storage.errors import (
     AccessDenied,
     BadSignature,
+    IntegrityError,
     InvalidManifest,
     ManifestMismatch,
     ManifestUnsigned,
@@ -335,3 +337,42 @@ def _versions_digest(store: ObjectStore, inventory: Inventory, only_key: str | N
             infos |= inventory.find(sorted(set(read_index(store, infos[INDEX_KEY], policy).values())))
     rows = sorted([i.key, i.size_bytes, i.etag or ""] for i in infos.values() if i.key not in OWN_KEYS)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+_UPLOAD_HINT = "upload the published file again, or publish the model again"
+
+
+def read_other_file(store: ObjectStore, file: OtherFile) -> bytes:
+    """Return a small file of the model, such as its config.json. The caller has checked its size.
+
+    If it was published, it must be the published one: raises ManifestMismatch for another size, IntegrityError for
+    other bytes. Raises StoreError.
+    """
+    if file.digest is not None:
+        _check_published_size(store, file)
+    data = read_bytes(store, file.key, ByteRange(0, file.size_bytes))
+    if file.digest is not None:
+        name, _, expected = file.digest.partition(":")
+        hasher = new_hasher(name)
+        hasher.update(data)
+        if hasher.hexdigest() != expected:
+            raise IntegrityError(
+                f"{file.key} is not the published one", hint=_UPLOAD_HINT, key=file.key, expected=file.digest
+            )
+    return data
+
+
+def _check_published_size(store: ObjectStore, file: OtherFile) -> None:
+    """Raise ManifestMismatch for another size. Otherwise the store would refuse the range of a shorter file."""
+    where = {"uri": store.uri, "key": file.key}
+    try:
+        found_bytes = store.stat(file.key).size_bytes
+    except ObjectNotFound as error:
+        message = f"{file.key} was published and is now missing"
+        raise ManifestMismatch(message, hint=_UPLOAD_HINT, **where) from error
+    if found_bytes < file.size_bytes:
+        message = f"{file.key} is cut short: {show_bytes(found_bytes)} of {show_bytes(file.size_bytes)} are there"
+        raise ManifestMismatch(message, hint=_UPLOAD_HINT, **where)
+    if found_bytes > file.size_bytes:
+        message = f"{file.key} has {found_bytes} bytes, published with {file.size_bytes}"
+        raise ManifestMismatch(message, hint=_UPLOAD_HINT, **where)

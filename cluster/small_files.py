@@ -1,0 +1,214 @@
+"""A local folder that stands for a model in a store: its small files, and where its weights are.
+
+Engines want a folder with `config.json` and the tokenizer. `config_folder` makes one:
+
+    s3://models/llama                 ~/.cache/longshore/configs/llama-<revision>-<options>
+      config.json            ------>    config.json            (verified)
+      tokenizer.json         ------>    tokenizer.json         (verified)
+      model-0000*.safetensors           (no weights)
+                                        longshore.json         URI, revision and options of the store
+
+A loader of an engine finds `longshore.json` in the folder (`read_source`), and so the weights. Draft models and several
+models of one process each have a folder of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.argument_types import checks_arguments
+from cluster.config import Config, TrustPolicy
+from cluster.errors import ConfigError, ModelConfigError
+from cluster.layouts.model_config import CONFIG_KEY
+from cluster.options import LoadOptions, collect
+from cluster.planning.make_plan import read_model
+from cluster.request import make_request
+from storage.checkpoints.checkpoint import read_other_file
+from storage.checkpoints.manifest import is_safe_path
+from storage.checkpoints.model_index import OtherFile
+from storage.problems import quote
+from storage.stores.open_store import open_store
+
+SOURCE_KEY = "longshore.json"
+MAX_FILE_BYTES = 64 << 20  # of one file; a large tokenizer.json has 35 MB
+MAX_TOTAL_BYTES = 256 << 20
+MAX_SOURCE_BYTES = 64 << 10
+# What engines read beside the weights. Anything else stays in the store: images, other weights, pickles.
+SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")
+CODE = ".py"
+_WEIGHT_INDEX = re.compile(r".*\.(?:safetensors|bin|pt|msgpack)\.index\.json")
+_OPTIONS = ("endpoint_url", "region", "profile", "anonymous", "trusted_keys", "signed_name")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where the weights of a folder are. It has no secrets."""
+
+    model_uri: str
+    revision: str
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of `safe_open`
+
+
+@checks_arguments
+def config_folder(
+    model_uri: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    code: bool = False,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
+    signed_name: str | None = None,
+    revision: str | None = None,
+    config: Config | None = None,
+) -> str:
+    """Make a local folder with a model's config, tokenizer and generation files, for engines that want a folder.
+
+    Weights are not fetched. The folder's `longshore.json` says where they are. Credentials are not written down:
+    whoever loads the weights takes them from the environment.
+
+    Args:
+        model_uri: As for `load`: a folder with shards.
+        folder: The folder to make. It must not exist, or be empty. None: one in `$XDG_CACHE_HOME/longshore/configs`
+            (`~/.cache`), named by model, revision and options; it is made once.
+        code: Also fetch `.py` files, which an engine runs with `trust_remote_code`.
+        endpoint_url: As for `load`.
+        region: As for `load`.
+        profile: As for `load`.
+        anonymous: As for `load`.
+        trusted_keys: As for `load`.
+        signed_name: As for `load`.
+        revision: As for `load`.
+        config: Settings; None reads them from the environment.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ConfigError: An argument is invalid, or the folder has other files.
+        ModelConfigError: The model has no config.json, or its small files are too large.
+        IntegrityError: A file is not the published one.
+        StoreError: The store refused access, or has no such model.
+
+    Example:
+        ```python
+        path = cluster.config_folder("s3://models/llama-8b")
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        ```
+    """
+    options = collect(LoadOptions, locals())
+    own = config or Config.from_env()
+    request = make_request(options, own.public_keys())
+    own.source_rules().check(request.store.ref, None)
+    index, _ = read_model(
+        request,
+        chunk_bytes=own.chunk_bytes,
+        read_timeout_s=own.read_timeout_s,
+        trust=TrustPolicy.of(own),
+        with_config=False,
+    )
+    given = {name: getattr(options, name) for name in _OPTIONS}
+    kept = {name: _plain(value) for name, value in given.items() if value not in (None, False)}
+    source = ModelSource(request.uri, index.revision, kept)
+    files = _wanted(index.files, code=code, uri=request.uri)
+    path = _default_folder(source, code=code) if folder is None else os.path.abspath(os.fspath(folder))
+    if folder is None and os.path.exists(os.path.join(path, SOURCE_KEY)):
+        return path
+    if os.path.isdir(path) and os.listdir(path):
+        raise ConfigError("the folder has files already", hint="name a new or empty folder", folder=path)
+    parent = os.path.dirname(path)
+    os.makedirs(parent, exist_ok=True)
+    new = tempfile.mkdtemp(prefix=".longshore-", dir=parent)  # so that the folder appears whole
+    try:
+        os.chmod(new, 0o755)
+        store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
+        with closing(store):
+            for file in files:
+                target = os.path.join(new, *file.key.split("/"))
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                Path(target).write_bytes(read_other_file(store, file))
+        Path(new, SOURCE_KEY).write_text(json.dumps(asdict(source), indent=2) + "\n")
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # an empty one
+        try:
+            os.rename(new, path)
+        except OSError:
+            if not os.path.exists(os.path.join(path, SOURCE_KEY)):  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return path
+
+
+def read_source(folder: str | os.PathLike[str]) -> ModelSource | None:
+    """Return where the weights of a folder are; None for a folder that `config_folder` did not make.
+
+    Raises ConfigError for a broken file.
+    """
+    path = os.path.join(os.fspath(folder), SOURCE_KEY)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_SOURCE_BYTES + 1)
+    except OSError:
+        return None
+    try:
+        found = json.loads(data) if len(data) <= MAX_SOURCE_BYTES else None
+    except (ValueError, RecursionError):
+        found = None
+    texts = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in ("model_uri", "revision"))
+    if not isinstance(found, dict) or not texts or not isinstance(found.get("options"), dict):
+        raise ConfigError(
+            "the file is not as `longshore config-folder` writes it", hint="make the folder anew", path=path
+        )
+    unknown = set(found["options"]) - set(_OPTIONS)
+    if unknown:
+        raise ConfigError(f"unknown options: {', '.join(map(quote, sorted(unknown)))}", path=path)
+    return ModelSource(found["model_uri"], found["revision"], found["options"])
+
+
+def _plain(value: Any) -> Any:
+    return [os.fspath(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _wanted(files: Sequence[OtherFile], *, code: bool, uri: str) -> list[OtherFile]:
+    """Return the files to fetch. Raises ModelConfigError without a config.json, and for too many bytes."""
+    suffixes = (*SUFFIXES, CODE) if code else SUFFIXES
+    found = [
+        file
+        for file in files
+        if file.key.endswith(suffixes) and is_safe_path(file.key) and not _WEIGHT_INDEX.fullmatch(file.key)
+        if file.key != SOURCE_KEY
+    ]
+    if not any(file.key == CONFIG_KEY for file in found):
+        raise ModelConfigError(
+            "the model has no config.json, so no engine can run it", hint="upload it beside the shards", uri=uri
+        )
+    large = [file.key for file in found if file.size_bytes > MAX_FILE_BYTES]
+    if large or sum(file.size_bytes for file in found) > MAX_TOTAL_BYTES:
+        raise ModelConfigError(
+            f"the small files of the model are too large: {', '.join(map(quote, large[:5])) or 'all together'}",
+            uri=uri,
+            most_bytes=MAX_FILE_BYTES if large else MAX_TOTAL_BYTES,
+        )
+    return found
+
+
+def _default_folder(source: ModelSource, *, code: bool) -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", source.model_uri.rstrip("/").rpartition("/")[2])[:60] or "model"
+    about = json.dumps([source.model_uri, source.options, code], sort_keys=True)
+    digest = hashlib.blake2b(about.encode(), digest_size=6).hexdigest()
+    return os.path.join(base, "longshore", "configs", f"{name}-{source.revision[:12]}-{digest}")
