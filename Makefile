@@ -36,7 +36,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install $(PIP_ARGS) -c constraints.txt
 # pip compiles every module that it installs, one after the other: with --no-compile we do, only some or in parallel
 COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
-CODE := storage cluster actors serving longshore bench
+CODE := storage cluster actors engines serving longshore bench
 
 .DEFAULT_GOAL := help
 .PHONY: help venv check lint test test-fast test-slow coverage fuzz demo chaos bench peers docs clean \

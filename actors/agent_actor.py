@@ -13,9 +13,10 @@ class NodeAgent:
 
     def __init__(self, *arguments: Any) -> None:
         from actors.node_agent import NodeAgent
+        from actors.reader.host import agent_door
 
         self._agent = NodeAgent(*arguments)
-        self._agent.open_door()
+        self._agent.open_door(agent_door)
 
     def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
         """Run any call of the agent, for a caller with a version."""

@@ -23,8 +23,9 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from actors.links import CoordinatorLink
 from actors.node.chunk_flow import JobTables
@@ -86,11 +87,16 @@ class Survivors:
         return gone
 
 
-if TYPE_CHECKING:
-    from actors.reader.door import HostDoor
-
 _LOG = logging.getLogger("longshore.agent")
 LONGEST_WAIT_S = 5.0  # a rank's call waits so long for orders; must be shorter than the rank's timeout for the agent
+
+
+class Door(Protocol):
+    """What readers of other processes come in by."""
+
+    def close(self) -> None:
+        """End every connection."""
+        ...
 
 
 class NodeAgent:
@@ -125,7 +131,7 @@ class NodeAgent:
         self._arena: Arena | None = None
         self._survivors = Survivors("", self._incarnation, restored=False)
         self._threads: list[threading.Thread] = []
-        self._door: HostDoor | None = None
+        self._door: Door | None = None
         try:
             self._settings = NodeSettings.here(node_name(self._host, node_id), given)
             config = self._config = self._settings.config
@@ -155,15 +161,15 @@ class NodeAgent:
             self._threads.append(thread)
             thread.start()
 
-    def open_door(self) -> None:
-        """Serve readers of other processes on this machine (`actors.reader`). Without a door the agent works too."""
-        from actors.reader.host import agent_door  # which imports this module
+    def open_door(self, make: Callable[[NodeAgent, str], Door]) -> None:
+        """Serve readers of other processes on this machine (`actors.reader.host`). Without a door the agent works too.
 
-        with self._changed:
-            if self._arena is None:
-                return
+        `make`: takes this agent and the node's id. It may raise LongshoreError and OSError.
+        """
+        if self._error is not None:
+            return
         try:
-            self._door = agent_door(self, self._node_id)
+            self._door = make(self, self._node_id)
         except (LongshoreError, OSError) as error:
             _LOG.warning("processes without Ray cannot share this node's arena: %s", error, extra=self._about)
 

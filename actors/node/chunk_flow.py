@@ -74,6 +74,11 @@ class RankPlace:
     heard_s: float = 0.0  # time of its last message
     stats: RankStats | None = None  # the last that it reported
 
+    @property
+    def in_hand(self) -> int:
+        """Number of slots that its process reads, writes, or was ordered to close."""
+        return len(self.granted) + len(self.leases) + len(self.taken_back)
+
     def expects(self, hello: RankHello) -> bool:
         """Return whether the hello is new and its sender may have the rank.
 
@@ -236,7 +241,8 @@ class ChunkFlow:
         }
         self.keys = ChunkKeys(tables.shared, job.store_identity, job.load_id)
         self.queue = LeaseQueue(tables.needs, on_demand=job.on_demand)
-        self._readers = ReaderGroup(tables.needs, job.group_patience_s, now_s) if job.on_demand else None
+        share = max(1, (cache.window_slots - 1) // len(job.ranks))  # with one slot to spare, somebody always goes on
+        self._readers = ReaderGroup(tables.needs, share, job.group_patience_s, now_s) if job.on_demand else None
         self.hedges = SecondLeases(job, cache, self.keys, self.queue)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
         # The arena keeps chunks that it can keep all, and those that the disk tier has yet to write.
@@ -295,6 +301,8 @@ class ChunkFlow:
         A missing slot is the back-pressure on ranks. `place.short_of` names the reason.
         """
         place.short_of = "slots"
+        if self._readers is not None and place.in_hand >= self._readers.most:
+            return None
         if place.process is None or not self._cache.reserve(self._job.part, self._job.min_slots):
             return None  # a load that was complete has released its minimum, and queues for it again
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
@@ -315,7 +323,7 @@ class ChunkFlow:
             if lease.read is None:
                 self.hedges.begun(lease.lease_id, chunk, now_s)
             return self._order(place, chunk, lease.lease_id, lease.slot, lease)
-        place.short_of = "chunks"
+        place.short_of = "slots" if self._readers is not None and self._readers.waits(place.rank) else "chunks"
         return None
 
     def second_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
@@ -464,8 +472,9 @@ class ChunkFlow:
         if readers is None or place.lost:
             return
         for chunk in chunks:
-            if not readers.may_ask(place.rank, chunk):
-                continue
+            if readers.may_ask(place.rank, chunk):
+                readers.ask(place.rank, chunk)
+        for chunk in readers.admit(place.rank):
             was_expected = readers.expects(place.rank, chunk)
             others = readers.asked(place.rank, chunk, now_s)
             if chunk in self._cached if was_expected else self._need(place.rank, chunk):
@@ -481,6 +490,7 @@ class ChunkFlow:
                 self._cache.release(granted, place.process, self._user(place.rank, chunk))
             if self._readers is None or not self._readers.may_ask(place.rank, chunk):
                 continue
+            self._readers.withdraw(place.rank, chunk)
             if self.queue.state(chunk) is ChunkState.PENDING:
                 self._need_no_more(place.rank, chunk)
             elif self.queue.needs(place.rank, chunk):
@@ -508,7 +518,8 @@ class ChunkFlow:
         if self._readers is None:
             return False
         kept = [chunk for chunk in self._readers.all_expected() if self._cache.kept(self.keys[chunk]) is not None]
-        dropped = self._readers.drop(kept, now_s)
+        granted = {rank: place.granted for rank, place in self.ranks.items()}
+        dropped = self._readers.drop(kept, granted, now_s)
         for rank, chunk in dropped:
             self._need_no_more(rank, chunk)
         return bool(dropped)

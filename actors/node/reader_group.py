@@ -11,11 +11,20 @@ others. It stays in the window until each of them has read it, has passed it, or
     idle                --> no progress of this reader for `patience_s` while somebody waits for a slot
 
 A chunk that is no longer expected may be read again. Then it comes from the arena's kept slots, or once more from the
-store. So no reader ever waits for another one longer than `patience_s`.
+store.
+
+Each reader has at most `most` chunks in hand: those that it was *admitted* to ask for, and its leases. What it asks for
+beyond that waits. So a reader that stops takes its share of the window at most, and never more than `patience_s` from
+the others:
+
+    ask --> admitted (fetched, pinned, granted) --> read or returned: the next one that waits is admitted
+        --> waits
+    idle, and others wait for a slot: what was not granted waits again
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -25,10 +34,13 @@ from numpy.typing import NDArray
 class ReaderGroup:
     """The expectations of one group's readers. Ranks are the numbers of readers."""
 
-    def __init__(self, needs: Mapping[int, NDArray[np.int64]], patience_s: float, now_s: float) -> None:
-        """`needs` has the ids of all chunks with tensors, for each reader."""
+    def __init__(self, needs: Mapping[int, NDArray[np.int64]], most: int, patience_s: float, now_s: float) -> None:
+        """`needs` has the ids of all chunks, for each reader. `most`: chunks in hand of one reader."""
         size = 1 + max((int(ids[-1]) for ids in needs.values() if len(ids)), default=-1)
         self.asked_chunks: set[int] = set()  # by any reader, ever
+        self.most = most
+        self._admitted: dict[int, set[int]] = {rank: set() for rank in needs}
+        self._waiting: dict[int, deque[int]] = {rank: deque() for rank in needs}
         self._patience_s = patience_s
         self._needs = {rank: frozenset(ids.tolist()) for rank, ids in needs.items()}
         self._unread = {rank: np.zeros(size, bool) for rank in needs}
@@ -46,8 +58,26 @@ class ReaderGroup:
         """Return whether the chunk waits for a reader that has not asked for it."""
         return chunk in self._expected[rank]
 
+    def ask(self, rank: int, chunk: int) -> None:
+        """Let a reader wait for the chunk, if it neither waits nor was admitted. `admit` follows."""
+        if chunk not in self._admitted[rank] and chunk not in self._waiting[rank]:
+            self._waiting[rank].append(chunk)
+
+    def admit(self, rank: int) -> list[int]:
+        """Return the chunks that the reader was admitted to just now."""
+        found = []
+        while self._waiting[rank] and len(self._admitted[rank]) < self.most:
+            chunk = self._waiting[rank].popleft()
+            self._admitted[rank].add(chunk)
+            found.append(chunk)
+        return found
+
+    def waits(self, rank: int) -> bool:
+        """Return whether the reader has more in hand than it may have, so that some of what it asked for waits."""
+        return bool(self._waiting[rank])
+
     def asked(self, rank: int, chunk: int, now_s: float) -> list[int]:
-        """Record that a reader needs the chunk. Return the readers that expect it from now on."""
+        """Record that a reader was admitted to the chunk. Return the readers that expect it from now on."""
         self._active_s[rank] = now_s
         self.asked_chunks.add(chunk)
         self._settle(rank, chunk)
@@ -65,9 +95,16 @@ class ReaderGroup:
     def read(self, rank: int, chunk: int, now_s: float) -> None:
         """Record that a reader has read the chunk."""
         self._active_s[rank] = now_s
+        self.withdraw(rank, chunk)
         self._settle(rank, chunk)
         if self.may_ask(rank, chunk):
             self._unread[rank][chunk] = False
+
+    def withdraw(self, rank: int, chunk: int) -> None:
+        """Record that a reader does not need the chunk now, although it asked for it."""
+        self._admitted[rank].discard(chunk)
+        if chunk in self._waiting[rank]:
+            self._waiting[rank].remove(chunk)
 
     def returned(self, rank: int, chunk: int) -> None:
         """Record that a reader asked for the chunk too early. It is expected to ask again."""
@@ -85,15 +122,17 @@ class ReaderGroup:
         return found
 
     def forget(self, rank: int) -> None:
-        """Drop what a reader expects, because its process is gone. Its successor begins to read anew."""
+        """Drop what a reader expects and asked for, because its process is gone. Its successor begins to read anew."""
+        self._admitted[rank].clear()
+        self._waiting[rank].clear()
         for chunk in list(self._expected[rank]):
             self._settle(rank, chunk)
 
-    def drop(self, kept: Iterable[int], now_s: float) -> list[tuple[int, int]]:
+    def drop(self, kept: Iterable[int], granted: Mapping[int, Iterable[int]], now_s: float) -> list[tuple[int, int]]:
         """Drop expectations because a reader waits for a slot. Return them as (reader, chunk), ascending.
 
         Those on chunks in `kept`, which the arena keeps besides, go first. If there are none, those that were returned
-        go, and then those of idle readers.
+        go, and then those of idle readers, with what these asked for and were not `granted`.
         """
         cheap = set(kept)
         found = [(rank, chunk) for rank, chunks in self._expected.items() for chunk in chunks & cheap]
@@ -102,6 +141,11 @@ class ReaderGroup:
         if not found:
             idle = [rank for rank, active_s in self._active_s.items() if now_s - active_s > self._patience_s]
             found = [(rank, chunk) for rank in idle for chunk in self._expected[rank]]
+            for rank in idle:
+                again = sorted(self._admitted[rank] - set(granted[rank]), reverse=True)
+                self._admitted[rank] -= set(again)
+                self._waiting[rank].extendleft(again)
+                found += [(rank, chunk) for chunk in again]
         for rank, chunk in found:
             self._settle(rank, chunk)
         return sorted(found)

@@ -41,10 +41,17 @@ class StoredTensor(Protocol):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return a box of the tensor, contiguous, in memory of its own.
+    def read(
+        self,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a box of the tensor, contiguous, in memory of its own or in that of the target.
 
-        `shape` is the tensor's shape, or (elements,) for a range of its elements in row-major order. Raises
+        `shape` is the tensor's shape, or (elements,) for a range of its elements in row-major order. `target`: a
+        contiguous tensor on the CPU with the dtype and as many elements, which may have another shape. Raises
         LongshoreError.
         """
         ...
@@ -131,6 +138,19 @@ class _Root:
         found = stored.read(window.shape, window.offsets, window.sizes)
         return _view_of(found, view, window.view_offset, window.view_stride)
 
+    def copy_to(self, target: torch.Tensor, view: torch.Tensor) -> bool:
+        """Read the view straight into the target, and return True; False where that cannot be done."""
+        alike = (target.device.type, target.dtype, target.shape) == ("cpu", self.stored.dtype, view.shape)
+        if not alike or view.dtype != target.dtype or not target.is_contiguous() or self._whole is not None:
+            return False
+        if not view.numel():
+            return True
+        window = view_window(self.stored.shape, int(view.storage_offset()), view.shape, view.stride())
+        if math.prod(window.sizes) != view.numel() or not _in_order(view.shape, window.view_stride):
+            return False
+        self.stored.read(window.shape, window.offsets, window.sizes, target.detach())
+        return True
+
     def memory(self, view: torch.Tensor) -> torch.Tensor:
         """Return the view as a plain tensor in memory that all views of the stored tensor share from now on."""
         with self._lock:
@@ -140,6 +160,12 @@ class _Root:
         return _view_of(self._whole, view, int(view.storage_offset()), view.stride())
 
 
+def _in_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether a tensor with these strides is contiguous."""
+    pairs = zip(shape, stride, _contiguous(shape), strict=True)
+    return all(size == 1 or own == wanted for size, own, wanted in pairs)
+
+
 def _view_of(memory: torch.Tensor, like: torch.Tensor, offset: int, stride: Sequence[int]) -> torch.Tensor:
     """Return a view of this memory that has the shape and dtype of `like`."""
     return torch.empty(0, dtype=like.dtype).set_(memory.untyped_storage(), offset, tuple(like.shape), tuple(stride))
@@ -147,6 +173,8 @@ def _view_of(memory: torch.Tensor, like: torch.Tensor, offset: int, stride: Sequ
 
 # Views by a bit of the tensor, which the lazy tensor does not have: they read instead.
 _BIT_VIEWS = {torch.ops.aten._conj.default, torch.ops.aten._neg_view.default}
+
+_COPY = torch.ops.aten.copy_.default
 
 # They reach C++ without passing torch's dispatcher.
 _NEED_MEMORY = {
@@ -211,6 +239,8 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _COPY and _is_copied(args[0], args[1]):
+            return args[0]
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], LazyTensor):
             return _change_view(func, args[0], args[1:], kwargs)
         if func.is_view and func not in _BIT_VIEWS and isinstance(args[0], LazyTensor):
@@ -232,6 +262,12 @@ class LazyTensor(torch.Tensor):
         if len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write:
             return written[0]
         return result
+
+
+def _is_copied(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Copy a lazy tensor straight into a plain one, and return True; False where that cannot be done."""
+    lazy = isinstance(source, LazyTensor) and not isinstance(target, LazyTensor)
+    return lazy and source._root.copy_to(target, source._meta)  # type: ignore[attr-defined]
 
 
 def _in_memory(lazy: LazyTensor) -> torch.Tensor:

@@ -146,16 +146,26 @@ class ModelReader(ChunkLoader):
     # -- reading -----------------------------------------------------------------------------------------------
 
     def read(
-        self, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+        self,
+        tensor: Tensor,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        target: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8]:
-        """Return a box of a tensor as bytes in row-major order, in memory of its own.
+        """Return a box of a tensor as bytes in row-major order, in memory of its own or in that of the target.
 
         `shape` is the tensor's, or another one for the same bytes. Raises the error that ended a fetch,
         ReaderClosed.
         """
         items = self._items(tensor, shape, offsets, sizes)
         size_bytes = items.size_bytes
-        found = np.empty(size_bytes, np.uint8) if size_bytes < SMALL_BYTES else self._memory.take((size_bytes,))[0].data
+        if target is not None:
+            found = target
+        elif size_bytes < SMALL_BYTES:
+            found = np.empty(size_bytes, np.uint8)
+        else:
+            found = self._memory.take((size_bytes,))[0].data
         self.copy(items, found.data)
         return found
 
@@ -197,7 +207,7 @@ class ModelReader(ChunkLoader):
             planned.update(dict.fromkeys(self._items(tensor, tensor.shape, offsets, sizes).chunk_ids().tolist()))
         with self._ahead_lock:
             self._ahead.plan(planned)
-            first = list(planned)[: self._ahead.limit]
+            first = self._ahead.next_planned()
         self._reader_work.want(first)
 
     def pass_by(self, first: int, end: int) -> None:
@@ -236,6 +246,8 @@ class ModelReader(ChunkLoader):
         room = max(1, arena.window_slots // (3 * self._readers))
         with self._ahead_lock:
             self._ahead.limit = max(1, min(room, self._ahead_bytes // arena.slot_bytes))
+            planned = self._ahead.next_planned()
+        self._reader_work.want(planned)
 
     def _fetch_loop(self) -> None:
         clock = self._fetcher.clock()

@@ -56,10 +56,19 @@ class _Stored:
         self._reader = reader
         self._tensor = tensor
 
-    def read(self, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(
+        self,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `StoredTensor`."""
         import torch
 
+        if target is not None:
+            self._reader.read(self._tensor, shape, offsets, sizes, target.reshape(-1).view(torch.uint8).numpy())
+            return target
         if not math.prod(sizes):
             return torch.empty(tuple(sizes), dtype=self.dtype)
         found = torch.from_numpy(self._reader.read(self._tensor, shape, offsets, sizes))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
-KEPT = 4  # chunks that were read stay, because the next small tensors are often in them
+KEPT = 4  # chunks that were read stay, because the next small tensors are often in them; at most `limit`
 
 
 class ReadAhead:
@@ -35,6 +35,12 @@ class ReadAhead:
     def plan(self, chunks: Iterable[int]) -> None:
         """Name chunks that will be read, in this order, after those named before."""
         self._planned.extend(chunk for chunk in chunks if chunk in self._number)
+
+    def next_planned(self) -> list[int]:
+        """Return the planned chunks that may be fetched now."""
+        found = list(self._planned)[: self.limit]
+        self._ahead.update(dict.fromkeys(found))
+        return found
 
     def wanted(self, chunk: int, following: Iterable[int] = ()) -> list[int]:
         """Return what to want now: the chunk that is read, what the same read needs after it, and a guess."""
@@ -65,7 +71,7 @@ class ReadAhead:
         self._ahead.pop(chunk, None)
         self._read[chunk] = None
         self._read.move_to_end(chunk)
-        gone = [self._read.popitem(last=False)[0] for _ in range(len(self._read) - KEPT)]
+        gone = [self._read.popitem(last=False)[0] for _ in range(len(self._read) - min(KEPT, self.limit))]
         high = self._high
         keep = {*following, *list(self._planned)[: self.limit], *self._chunks[high + 1 : high + 1 + self.limit]}
         ended = [each for each in self._ahead if each not in keep]

