@@ -30,6 +30,8 @@ from tests.support.checkpoints import odd_objects, safetensors_bytes, write_tiny
 from tests.support.counting_proxy import CountingProxy
 from tests.support.stored_models import StoredModel
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Config(arena_bytes=48 << 20, slot_bytes=1 << 20, window_bytes=16 << 20, chunk_bytes=1 << 20)
 DTYPES = ["F32", "BF16", "F16", "F64", "I64", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"]
 

@@ -144,7 +144,7 @@ ENDS: list[Callable[[Any], Any]] = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_chains_of_views_and_copies_equal_plain_tensors(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 6), max_size=4))
@@ -341,6 +341,7 @@ def test_quantizing_while_loading_reads_the_part_once() -> None:
     assert stored.reads == [32]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_functions_read_it(backend: str) -> None:
