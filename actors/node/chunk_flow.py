@@ -316,7 +316,7 @@ class ChunkFlow:
             if chunk in place.direct and not self.queue.failures(chunk) and self._cache.kept(key) is None:
                 return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
             lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.part, keep=self._keep)
-            if lease is None and self._drop_expected(now_s):
+            if lease is None and self._drop_expected(place.rank, chunk, now_s):
                 continue
             if lease is None:
                 return None
@@ -513,13 +513,16 @@ class ChunkFlow:
         if self.queue.placed(rank, chunk):
             self._unpin(rank, chunk)
 
-    def _drop_expected(self, now_s: float) -> bool:
-        """Return True if slots are free now that were kept for readers which have not asked for their chunks."""
+    def _drop_expected(self, rank: int, chunk: int, now_s: float) -> bool:
+        """Return True if slots are free now that were kept for readers which have not asked for their chunks.
+
+        The rank gets no slot for this chunk.
+        """
         if self._readers is None:
             return False
         kept = [chunk for chunk in self._readers.all_expected() if self._cache.kept(self.keys[chunk]) is not None]
         granted = {rank: place.granted for rank, place in self.ranks.items()}
-        dropped = self._readers.drop(kept, granted, now_s)
+        dropped = self._readers.drop(rank, chunk, kept, granted, now_s)
         for rank, chunk in dropped:
             self._need_no_more(rank, chunk)
         return bool(dropped)

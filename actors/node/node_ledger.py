@@ -282,8 +282,8 @@ class NodeLedger:
         if settled:
             self.settle(hello.process)
         load = self._find(hello.load_id, hello.attempt)
-        if load is None:
-            return False
+        if load is None or (load.job.on_demand and load.job.part in self._ended):
+            return False  # readers begin a group anew that all had left
         load.former_lets_go(hello)
         place = load.ranks.get(hello.rank)
         if place is None or not place.expects(hello):
@@ -341,6 +341,11 @@ class NodeLedger:
     def add_ready(self, ready_slots: int) -> None:
         """Make more slots usable, because they have memory now."""
         self._cache.add_ready(ready_slots)
+
+    def takes_slots_without_memory(self) -> bool:
+        """Return whether a lease was refused since the last call although slots of the window have no memory yet."""
+        refused, self._cache.refused_unready = self._cache.refused_unready, False
+        return refused
 
     def expire(self, now_s: float) -> bool:
         """Revoke overdue leases. Return whether there were any.

@@ -128,16 +128,21 @@ class ReaderGroup:
         for chunk in list(self._expected[rank]):
             self._settle(rank, chunk)
 
-    def drop(self, kept: Iterable[int], granted: Mapping[int, Iterable[int]], now_s: float) -> list[tuple[int, int]]:
-        """Drop expectations because a reader waits for a slot. Return them as (reader, chunk), ascending.
+    def drop(
+        self, rank: int, wanted: int, kept: Iterable[int], granted: Mapping[int, Iterable[int]], now_s: float
+    ) -> list[tuple[int, int]]:
+        """Drop expectations because the reader gets no slot for the `wanted` chunk. Return them as (reader, chunk).
 
         Those on chunks in `kept`, which the arena keeps besides, go first. If there are none, those that were returned
-        go, and then those of idle readers, with what these asked for and were not `granted`.
+        go. Then goes the last that the reader itself expects, if it is the one that needs the chunk. Then go those of
+        idle readers, with what these asked for and were not `granted`.
         """
         cheap = set(kept)
         found = [(rank, chunk) for rank, chunks in self._expected.items() for chunk in chunks & cheap]
         if not found:
             found = list(self._returned)
+        if not found and wanted in self._admitted[rank] and self._expected[rank]:
+            found = [(rank, max(self._expected[rank]))]
         if not found:
             idle = [rank for rank, active_s in self._active_s.items() if now_s - active_s > self._patience_s]
             found = [(rank, chunk) for rank in idle for chunk in self._expected[rank]]

@@ -13,6 +13,7 @@ A process that can share with nobody has an arena of its own, and `Host.why_priv
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -70,7 +71,7 @@ class OwnHost:
         self._door: HostDoor | None = None
         name = "private-" + uuid.uuid4().hex[:12] if folder is None else f"user-{os.geteuid()}"
         given = config if config.window_bytes else config.model_copy(update={"window_bytes": WINDOW_BYTES})
-        self._agent = NodeAgent(given, name, folder or name)
+        self._agent = NodeAgent(given, name, folder or name, fills_ahead=False)
         try:
             self._agent.facts()  # raises if there is no room for the arena
             if folder is not None:
@@ -133,16 +134,20 @@ class ProcessHost:
         self._own: OwnHost | None = None
         self._users = 0
         self._unused_s = 0.0
+        self._ends = False  # the process; a reader that was not closed must not make another host
 
     def find(self, config: Config) -> Host:
-        """Return the host, and count a user of it. Call `leave` with it."""
+        """Return the host, and count a user of it. Call `leave` with it. Raises ArenaError, ClusterLost."""
         with self._finding:
+            if self._ends:
+                raise ClusterLost("the process ends")
             if self._own is not None:
                 self._users += 1
                 return self._own
             found = _find(config)
             if isinstance(found, OwnHost):
                 self._own, self._users = found, 1
+                atexit.register(self._at_exit)
             return found
 
     def leave(self, host: Host) -> None:
@@ -164,6 +169,10 @@ class ProcessHost:
             own, self._own = self._own, None
         if own is not None and not own.visitors:
             own.close()
+
+    def _at_exit(self) -> None:
+        self._ends = True
+        self.close()
 
     def _linger(self, host: OwnHost) -> None:
         """Close a host that nobody has used for LINGERS_S."""

@@ -111,7 +111,7 @@ class OpenModel:
     """A model that `safe_open` has opened. Thread-safe. Use it in a `with` block, or call `close`."""
 
     def __init__(
-        self, index: ModelIndex, reader: ModelReader, link: HostLink, framework: str, device: str, credentials_of: str
+        self, index: ModelIndex, reader: ModelReader, link: HostLink, framework: str, device: str, uri: str
     ) -> None:
         """Made by `safe_open`."""
         self._index = index
@@ -119,7 +119,7 @@ class OpenModel:
         self._link = link
         self._framework = framework
         self._device = device
-        self._uri = credentials_of
+        self._uri = uri
         self._tensors = {tensor.name: tensor for tensor in index.tensors}
 
     @property

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import cluster
 from actors.reader.host import PROCESS_HOST
 from cluster.config import Config
 from cluster.errors import ConfigError, ReaderClosed, TensorNotFound
+from storage.arena.arena_files import arena_path
 from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_tiny_llama
 from tests.support.counting_proxy import CountingProxy
@@ -405,16 +405,29 @@ def test_another_process_adopts_the_arena_of_a_killed_host(tmp_path: Path):
     assert reader.returncode == 0
 
 
-def test_the_arena_is_gone_when_all_processes_have_ended(tmp_path: Path):
+def test_the_arena_is_gone_when_all_processes_have_ended(tmp_path: Path, own_host: Path):
     folder = tmp_path / "model"
     write_tiny_llama(folder)
-    before = set(os.listdir("/dev/shm"))
-    done = run("with cluster.safe_open(folder, config=config) as f: f.get_tensor(f.keys()[0])", folder)
-    assert ended(done) == 0
-    give_up_s = time.monotonic() + 10
-    while set(os.listdir("/dev/shm")) - before and time.monotonic() < give_up_s:
-        time.sleep(0.1)
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "user-" in name]
+    arena = arena_path(f"user-{os.geteuid()}", str(own_host / "longshore"))
+    code = """
+    f = cluster.safe_open(folder, config=config)
+    f.get_tensor(f.keys()[0])
+    print(os.path.exists(arena))
+    """
+    done = run(code, folder, arena=arena)
+    assert done.communicate(timeout=60)[0] == "True\n"
+    assert done.returncode == 0
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(os.path.basename(arena))]
+
+
+def test_the_window_takes_memory_as_models_need_it(tmp_path: Path, own_host: Path):
+    folder = tmp_path / "model"
+    write_tiny_llama(folder)
+    arena = arena_path(f"user-{os.geteuid()}", str(own_host / "longshore"))
+    config = CONFIG.model_copy(update={"window_bytes": 40 << 20})
+    with cluster.safe_open(folder, config=config) as ours:
+        ours.get_tensor(ours.keys()[0])
+        assert os.stat(arena).st_blocks * 512 < 20 << 20
 
 
 def test_ray_is_not_imported(tmp_path: Path):

@@ -15,8 +15,7 @@ import pytest
 
 from actors.links import AgentLink
 from actors.rank.state import RankIdentity
-from actors.reader.model_reader import ModelReader
-from actors.reader.read_ahead import ReadAhead
+from actors.reader.model_reader import ModelReader, ReadAhead
 from cluster.errors import ChunkFailed, ReaderClosed
 from cluster.messages import FetchSettings
 from cluster.planning.packed_plan import SharedTables

@@ -81,12 +81,12 @@ def test_chunks_returned_unread_stay_while_slots_do():
     readers.read(1, 1, 0.0)
     readers.returned(0, 1)
     assert readers.expects(0, 1)
-    assert readers.drop([], NOTHING, 0.0) == [(0, 1)]
+    assert readers.drop(0, 5, [], NOTHING, 0.0) == [(0, 1)]
     readers.asked(0, 2, 0.0)
     readers.read(1, 2, 0.0)
     readers.returned(0, 2)
     readers.asked(0, 2, 0.0)
-    assert readers.drop([], NOTHING, 0.0) == []
+    assert readers.drop(0, 5, [], NOTHING, 0.0) == []
 
 
 def test_a_reader_is_admitted_to_so_many_chunks():
@@ -109,17 +109,28 @@ def test_an_idle_reader_waits_again_for_what_it_was_not_granted():
     for chunk in (1, 2, 3):
         readers.ask(1, chunk)
     assert readers.admit(1) == [1, 2, 3]
-    assert readers.drop([], {0: [], 1: [2]}, PATIENCE_S + 1) == [(1, 1), (1, 3)]
+    assert readers.drop(0, 5, [], {0: [], 1: [2]}, PATIENCE_S + 1) == [(1, 1), (1, 3)]
     assert readers.admit(1) == [1, 3]
+
+
+def test_a_reader_that_waits_loses_the_last_chunk_that_it_expects():
+    readers = group(2)
+    for chunk in (1, 2, 3):
+        readers.asked(0, chunk, 0.0)
+    readers.ask(1, 0)
+    assert readers.admit(1) == [0]
+    assert readers.drop(1, 4, [], NOTHING, 0.0) == []  # it would fetch this one for others
+    assert readers.drop(1, 0, [], NOTHING, 0.0) == [(1, 3)]
+    assert readers.drop(0, 5, [], NOTHING, 0.0) == []
 
 
 def test_idle_readers_lose_their_chunks_when_slots_are_short():
     readers = group(2)
     readers.asked(0, 1, 0.0)
     readers.asked(0, 2, 0.0)
-    assert readers.drop([2], NOTHING, 0.0) == [(1, 2)]  # the arena keeps it
-    assert readers.drop([], NOTHING, PATIENCE_S) == []
-    assert readers.drop([], NOTHING, PATIENCE_S + 1) == [(1, 1)]
+    assert readers.drop(0, 5, [2], NOTHING, 0.0) == [(1, 2)]  # the arena keeps it
+    assert readers.drop(0, 5, [], NOTHING, PATIENCE_S) == []
+    assert readers.drop(0, 5, [], NOTHING, PATIENCE_S + 1) == [(1, 1)]
     assert readers.asked(0, 3, PATIENCE_S + 1) == []
     readers.read(1, 0, PATIENCE_S + 1)  # it goes on
     assert readers.asked(0, 4, PATIENCE_S + 1) == [1]
@@ -191,7 +202,7 @@ class SimReader(SimRank):
             self.node.begin(self.load)
         self.exchange(want=None)
 
-    def read_now(self, chunk: int, others: Sequence[SimReader] = (), turns: int = 12) -> None:
+    def read_now(self, chunk: int, others: Sequence[SimReader] = (), turns: int = 12, passes_s: float = 0.0) -> None:
         """Read a chunk as a consumer does, and give it back."""
         for _ in range(turns):
             if self.read(chunk):
@@ -201,6 +212,7 @@ class SimReader(SimRank):
             self.take_turn()
             for other in others:
                 other.take_turn()
+            self.node.time_passes(passes_s)
         raise AssertionError(f"chunk {chunk} does not come")
 
 
@@ -336,6 +348,19 @@ def test_a_chunk_read_again_comes_from_the_kept_slots():
     here.close()
 
 
+def test_a_group_that_all_have_left_begins_anew():
+    here = Group(slots=8, chunks=10, readers=1)
+    (reader,) = here.all
+    reader.read_now(0)
+    reader.state.close()
+    while not reader.left:
+        reader.take_turn()
+    here.all = [here.start(0)]
+    here.all[0].read_now(1)
+    assert (here.all[0].has_read, here.all[0].error) == ([1], None)
+    here.close()
+
+
 def test_a_restarted_agent_serves_what_is_still_wanted():
     here = Group(slots=8, chunks=10, readers=1)
     (reader,) = here.all
@@ -442,7 +467,7 @@ class ManyReaders(RuleBasedStateMachine):
         living = [reader for reader in self.here.all if reader.works]
         for chunk in range(12):
             for reader in living:
-                reader.read_now(chunk, living, turns=60)
+                reader.read_now(chunk, living, turns=60, passes_s=0.5)
         self.here.close()
 
 
@@ -467,6 +492,6 @@ def test_nothing_is_expected_that_was_read_or_passed(events: list[tuple[int, int
             readers.passed(rank, chunk, chunk + 1, float(number))
             settled.add((rank, chunk))
         else:
-            readers.drop([chunk], NOTHING, float(number))
+            readers.drop(0, 5, [chunk], NOTHING, float(number))
         for rank, chunk in settled:
             assert not readers.expects(rank, chunk)
