@@ -303,7 +303,8 @@ class SimRank:
         if want is not None and not self.finished:
             update = replace(update, want_leases=want)
         answer = self.node.deliver(update, fate)
-        if wait and answer == Orders() and not (leaving or self.leases or self.readable):
+        nothing = isinstance(answer, Orders) and replace(answer, short_of="") == Orders()
+        if wait and nothing and not (leaving or self.leases or self.readable):
             self.waits_with = update
         else:
             self._obey(update, answer if isinstance(answer, Orders) else None)
@@ -312,7 +313,8 @@ class SimRank:
         """The agent holds the answer back until there is one."""
         update, self.waits_with = self.waits_with, None
         if update is not None and self.works:
-            self._obey(update, self.node.ledger.orders_for(update, self.node.now_s) or Orders())
+            ledger = self.node.ledger
+            self._obey(update, ledger.orders_for(update, self.node.now_s) or ledger.no_orders(update))
 
     def agent_is_gone(self) -> None:
         """Its next message, or the one that waits, is lost with the agent."""
@@ -427,7 +429,8 @@ class NodeSimulation:
     def _hand_in(self, message: RankHello | RankUpdate) -> object:
         if isinstance(message, RankHello):
             return self.ledger.join(message, self.now_s)
-        return self.ledger.exchange(message, self.now_s, settled=message.leaving)[0] or Orders()
+        orders, _ = self.ledger.exchange(message, self.now_s, settled=message.leaving)
+        return orders or self.ledger.no_orders(message)
 
     # -- the coordinator ---------------------------------------------------------------------------------------
 

@@ -472,7 +472,7 @@ class ManyReaders(RuleBasedStateMachine):
 
 
 ManyReaders.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestManyReaders = ManyReaders.TestCase
 
