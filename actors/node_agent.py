@@ -88,7 +88,6 @@ class Survivors:
 
 
 _LOG = logging.getLogger("longshore.agent")
-SLOTS_AT_ONCE = 8  # of a window that is filled as needed
 LONGEST_WAIT_S = 5.0  # a rank's call waits so long for orders; must be shorter than the rank's timeout for the agent
 
 
@@ -111,13 +110,8 @@ class NodeAgent:
         host: str = "",
         coordinator: CoordinatorLink | None = None,
         directory: str = SHM_DIRECTORY,
-        *,
-        fills_ahead: bool = True,
     ) -> None:
-        """`given`: settings of the program that started the cluster. None: the agent reads the node's environment.
-
-        `fills_ahead`: the arena's window takes all its memory at once, and not as loads begin.
-        """
+        """`given`: settings of the program that started the cluster. None: the agent reads the node's environment."""
         check_packages()
         self._node_id = node_id
         self._host = host or socket.gethostname()
@@ -155,9 +149,7 @@ class NodeAgent:
             leases = cache.restore(self._survivors.left, time.monotonic()) if restored else []
             self._disk = DiskWriter(config, self._arena, cache, self._changed, self._stopped)
             self._ledger = NodeLedger(cache, self._arena.slot_bytes, restored=leases, disk=self._disk.backlog)
-            self._filling = ArenaFilling(
-                config, self._arena, self._ledger, self._changed, self._stopped, ahead=fills_ahead
-            )
+            self._filling = ArenaFilling(config, self._arena, self._ledger, self._changed, self._stopped)
         except LongshoreError as error:
             # Calls raise it later, because an actor whose constructor fails loses the error's type.
             self._error = error
@@ -229,7 +221,6 @@ class NodeAgent:
             self._usable()
             begun = self._ledger.begin(job, time.monotonic(), tables)
             if begun:
-                self._filling.want(len(tables.shared.chunks) + job.min_slots)
                 self._memory.setdefault(job.load_id, memory)
             self._changed.notify_all()
             return begun
@@ -387,8 +378,6 @@ class NodeAgent:
             for process in (unmapped := self._survivors.take_unmapped(mapping)):
                 self._ledger.settle(process)
             changed = self._ledger.expire(now_s)
-            if self._ledger.takes_slots_without_memory():
-                self._filling.want(SLOTS_AT_ONCE)
             for process in dead:
                 for load_id in self._ledger.process_dead(process, now_s):
                     self._memory.pop(load_id, None)

@@ -241,7 +241,9 @@ class ChunkFlow:
         }
         self.keys = ChunkKeys(tables.shared, job.store_identity, job.load_id)
         self.queue = LeaseQueue(tables.needs, on_demand=job.on_demand)
-        share = max(1, (cache.window_slots - 1) // len(job.ranks))  # with one slot to spare, somebody always goes on
+        slots, others = cache.window_slots - 1, max(1, len(job.ranks) - 1)
+        # All others together leave a slot to the last reader. Three are one that is read, one before and one after it.
+        share = max(1, slots // len(job.ranks), min(3, slots // others))
         self._readers = ReaderGroup(tables.needs, share, job.group_patience_s, now_s) if job.on_demand else None
         self.hedges = SecondLeases(job, cache, self.keys, self.queue)
         self.error: LongshoreError | None = None  # a chunk's budget is spent

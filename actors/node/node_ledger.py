@@ -342,11 +342,6 @@ class NodeLedger:
         """Make more slots usable, because they have memory now."""
         self._cache.add_ready(ready_slots)
 
-    def takes_slots_without_memory(self) -> bool:
-        """Return whether a lease was refused since the last call although slots of the window have no memory yet."""
-        refused, self._cache.refused_unready = self._cache.refused_unready, False
-        return refused
-
     def expire(self, now_s: float) -> bool:
         """Revoke overdue leases. Return whether there were any.
 

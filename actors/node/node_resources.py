@@ -263,26 +263,15 @@ LOOK_S = 0.01
 
 
 class ArenaFilling:
-    """The threads that give each slot of the window its memory, ahead of the loads that use it, or as they begin.
+    """The threads that give each slot of the window its memory.
 
     They end when all have it, or with `error` when the host runs out.
     """
 
     def __init__(
-        self,
-        config: Config,
-        arena: Arena,
-        ledger: NodeLedger,
-        lock: threading.Condition,
-        stopped: threading.Event,
-        *,
-        ahead: bool = True,
+        self, config: Config, arena: Arena, ledger: NodeLedger, lock: threading.Condition, stopped: threading.Event
     ) -> None:
-        """`lock` is the agent's, around the ledger. It is notified when slots are ready, and when filling fails.
-
-        `ahead`: fill the whole window at once. Otherwise as many slots as were wanted (`want`).
-        """
-        self._wanted = arena.window_slots if ahead else arena.ready_slots
+        """`lock` is the agent's, around the ledger. It is notified when slots are ready, and when filling fails."""
         self.error: LongshoreError | None = None
         self._config = config
         self._arena = arena
@@ -290,18 +279,10 @@ class ArenaFilling:
         self._lock = lock
         self._stopped = stopped
 
-    def want(self, slots: int) -> None:
-        """Give so many more slots their memory. Call it under the lock, which is notified."""
-        self._wanted = min(self._wanted + slots, self._arena.window_slots)
-        self._lock.notify_all()
-
     def touch(self) -> None:
         """Give memory to slot after slot. Each is usable once it is ready. The thread has this method's name."""
         try:
-            while not self._stopped.is_set() and self._arena.ready_slots < self._arena.window_slots:
-                with self._lock:
-                    self._lock.wait_for(lambda: self._stopped.is_set() or not self._is_filled())
-                self._arena.reserve(lambda: self._stopped.is_set() or self._is_filled(), room_for_slots(self._config))
+            self._arena.reserve(self._stopped.is_set, room_for_slots(self._config))
         except LongshoreError as error:
             self.error = error
             with self._lock:
@@ -318,10 +299,4 @@ class ArenaFilling:
                 with self._lock:
                     self._ledger.add_ready(ready)
                     self._lock.notify_all()
-            if self._is_filled() and announced == self._arena.ready_slots:
-                with self._lock:
-                    self._lock.wait_for(lambda: self._stopped.is_set() or not self._is_filled())
             self._stopped.wait(LOOK_S)
-
-    def _is_filled(self) -> bool:
-        return self._arena.ready_slots >= self._wanted

@@ -29,7 +29,7 @@ from actors.node.chunk_flow import JobTables
 from actors.node_agent import NodeAgent
 from actors.reader.door import MAX_PATH_BYTES, DoorClient, HostDoor
 from cluster.config import Config
-from cluster.errors import AgentEnded, ClusterLost, VersionMismatch
+from cluster.errors import AgentEnded, ClusterLost, ModelNotFound, VersionMismatch
 from cluster.messages import ArenaAccess, JoinReply, NodeJob, Orders, RankHello, RankUpdate
 from cluster.planning.packed_plan import ReaderTables
 from cluster.telemetry.report import NodeReport
@@ -41,6 +41,7 @@ T = TypeVar("T")
 BECOMES_HOST_S = 10.0  # who has the lock and opens no door within this hangs
 LINGERS_S = 10.0  # an arena that nobody reads from stays this long, for the next model
 BEGIN_EVERY_S = 0.05
+REPORT_S = 10.0  # a report waits this long for a host that knows the reader
 WINDOW_BYTES = 256 << 20  # of a host's arena, where no setting says otherwise
 
 
@@ -71,7 +72,7 @@ class OwnHost:
         self._door: HostDoor | None = None
         name = "private-" + uuid.uuid4().hex[:12] if folder is None else f"user-{os.geteuid()}"
         given = config if config.window_bytes else config.model_copy(update={"window_bytes": WINDOW_BYTES})
-        self._agent = NodeAgent(given, name, folder or name, fills_ahead=False)
+        self._agent = NodeAgent(given, name, folder or name)
         try:
             self._agent.facts()  # raises if there is no room for the arena
             if folder is not None:
@@ -273,8 +274,15 @@ class HostLink:
         return self._ask(lambda host: host.exchange(update))
 
     def report(self) -> NodeReport:
-        """Return the host's report of the reader's group. Raises ClusterLost."""
-        return self._ask(lambda host: host.report(self._job.load_id))
+        """Return the host's report of the reader's group. Raises ClusterLost when no host answers for a while."""
+        give_up_s = time.monotonic() + REPORT_S
+        while True:
+            try:
+                return self._ask(lambda host: host.report(self._job.load_id))
+            except (ClusterLost, ModelNotFound):  # the host has ended, and the reader has not joined the next one yet
+                if time.monotonic() > give_up_s:
+                    raise
+            time.sleep(BEGIN_EVERY_S)
 
     def check_in(self, process: ProcessId, access: ArenaAccess) -> float:
         """See `AgentLink.check_in`. A reader never becomes an orphan: it belongs to its process."""

@@ -186,7 +186,6 @@ class ChunkCache:
             raise ValueError("a chunk cache must have at least 1 slot, and no more in its window than in all")
         self.kept_slots = slot_count - self.window_slots
         self.shares = SlotShares(self.window_slots)
-        self.refused_unready = False  # a lease was refused while slots had no memory yet; the caller resets it
         self.may_grow = True  # kept slots may take memory that they do not have yet; set by the caller
         self._journal: SlotJournal = MemoryJournal(slot_count) if journal is None else journal
         self._table = SlotTable(slot_count, self.window_slots, self._journal, self.shares)
@@ -241,7 +240,6 @@ class ChunkCache:
         may_evict = window.evictable and self._ready_slots == self.window_slots
         if not self.shares.may_claim(owner) or not (window.free or may_evict):
             self.shares.refused(owner)
-            self.refused_unready = self.refused_unready or self._ready_slots < self.window_slots
             return None
         evicted_key = None
         if window.free:
