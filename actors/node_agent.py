@@ -92,7 +92,7 @@ LONGEST_WAIT_S = 5.0  # a rank's call waits so long for orders; must be shorter 
 
 
 class Door(Protocol):
-    """What readers of other processes come in by."""
+    """The entrance for readers of other processes."""
 
     def close(self) -> None:
         """End every connection."""

@@ -53,7 +53,7 @@ _OPTIONS = ("endpoint_url", "region", "profile", "anonymous", "trusted_keys", "s
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the weights of a folder are. It has no secrets."""
+    """The place of a folder's weights, without secrets."""
 
     model_uri: str
     revision: str

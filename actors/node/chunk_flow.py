@@ -223,11 +223,11 @@ class JobTables:
     largest_chunk_bytes: int
 
     @classmethod
-    def of(cls, job: NodeJob) -> JobTables:
-        """Return the tables of a job, unpacked."""
-        shared = unpack_shared(job.shared)
+    def of(cls, job: NodeJob, shared: SharedTables | None = None) -> JobTables:
+        """Return the tables of a job, unpacked. `shared`: given for readers, whose job brings none."""
+        shared = unpack_shared(job.shared) if shared is None else shared
         needs = {rank: shared.chunk_ids(rank) for rank in job.ranks}
-        return cls(shared, needs, int(shared.chunks.sizes_bytes().max(initial=0)))
+        return cls(shared, needs, shared.chunks.largest_bytes)
 
 
 class ChunkFlow:

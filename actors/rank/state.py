@@ -505,7 +505,7 @@ class RankState:
 
     @property
     def _wait_s(self) -> float:
-        """How long the agent may hold its answer while nothing goes on here."""
+        """Seconds for which the agent may hold its answer while nothing goes on here."""
         return self._heartbeat_s
 
     def _batch(self) -> int:

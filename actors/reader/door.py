@@ -262,9 +262,7 @@ class HostDoor:
             case (NodeJob() as job, WrittenTables() as written):
                 if job.shared or not job.on_demand:
                     raise BadFrame("a load that is no reader's")
-                tables = written.tables()
-                needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
-                answer = self._agent.begin(job, tables=JobTables(tables, needs, tables.chunks.largest_bytes))
+                answer = self._agent.begin(job, tables=JobTables.of(job, written.tables()))
             case (RankHello() as hello,):
                 _check_sender(hello.process, peer)
                 answer = self._agent.join(hello)

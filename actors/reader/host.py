@@ -67,7 +67,6 @@ class OwnHost:
     def __init__(self, config: Config, folder: str | None, lock: int | None, why_private: str = "") -> None:
         """`lock`: descriptor of the lock file, which this object closes. None: private."""
         self.why_private = why_private
-        self.users = 0
         self._lock = lock
         self._door: HostDoor | None = None
         name = "private-" + uuid.uuid4().hex[:12] if folder is None else f"user-{os.geteuid()}"
@@ -93,8 +92,7 @@ class OwnHost:
 
     def begin(self, job: NodeJob, tables: ReaderTables) -> bool:
         """See `NodeAgent.begin`."""
-        needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
-        return self._agent.begin(job, tables=JobTables(tables, needs, tables.chunks.largest_bytes))
+        return self._agent.begin(job, tables=JobTables.of(job, tables))
 
     def join(self, hello: RankHello) -> JoinReply:
         """See `NodeAgent.join`."""

@@ -52,7 +52,7 @@ KEPT = 4  # chunks that were read stay, because the next small tensors are often
 
 
 class ReadAhead:
-    """What one reader wants beyond the chunk that it reads. Not thread-safe."""
+    """The chunks that one reader wants beyond the one that it reads. Not thread-safe."""
 
     def __init__(self, chunks: Sequence[int], limit: int = 1) -> None:
         """`chunks` has the ids of all chunks with tensors, ascending. `limit`: chunks wanted ahead, at least 1."""
