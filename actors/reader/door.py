@@ -193,6 +193,7 @@ class HostDoor:
             os.unlink(path)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(path)
+        self._inode = os.stat(path).st_ino
         os.chmod(path, 0o600)
         self._listening.listen()
         self._thread = threading.Thread(target=self._accept, name="door", daemon=True)
@@ -212,7 +213,8 @@ class HostDoor:
         if not first:
             return
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+            if os.stat(self._path).st_ino == self._inode:  # else the socket is that of the node's next agent
+                os.unlink(self._path)
         for sock in (self._listening, *connections):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -39,6 +39,7 @@ from storage.host.processes import ProcessId
 T = TypeVar("T")
 
 BECOMES_HOST_S = 10.0  # who has the lock and opens no door within this hangs
+LISTENS_S = 60.0  # an agent listens this long after it made its socket, or never
 LINGERS_S = 10.0  # an arena that nobody reads from stays this long, for the next model
 BEGIN_EVERY_S = 0.05
 REPORT_S = 10.0  # a report waits this long for a host that knows the reader
@@ -211,9 +212,10 @@ def _agent_here(folder: str) -> VisitedHost | None:
         path = os.path.join(folder, name)
         try:
             found.append(VisitedHost(path))
-        except ConnectionRefusedError:  # its agent was killed
+        except ConnectionRefusedError:  # its agent was killed, or does not listen yet
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                if time.time() - os.stat(path).st_mtime > LISTENS_S:
+                    os.unlink(path)
         except (OSError, LongshoreError):
             continue
     if len(found) == 1:

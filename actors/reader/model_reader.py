@@ -128,6 +128,7 @@ class ReaderWork(RankWork):
         """
         with self._place:
             self.state.want(wanted)
+            self._wake_exchange()
             self.state.awaited[chunk] += 1
             try:
                 while True:
@@ -137,8 +138,6 @@ class ReaderWork(RankWork):
                     slot = self.state.begin_read(chunk)
                     if slot is not None:
                         return slot
-                    self.state.want([chunk])  # another thread may have given it back
-                    self._wake_exchange()
                     self._place.wait()
             finally:
                 self.state.awaited[chunk] -= 1

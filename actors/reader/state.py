@@ -5,7 +5,7 @@
                            +<-- readable ------+ (also fetched by this reader, under leases)
     consumer -- begin_read(chunk) --> slot ... end_read(chunk) ... give_back(chunk) --> agent
 
-A chunk that a consumer waits for is `awaited`, and not given back before it was read.
+A chunk that a consumer waits for is `awaited`. Until it is read it is either wanted or readable, whoever gives it back.
 
 A reader holds the slot of a readable chunk until it gives the chunk back, so that small tensors of one chunk cost one
 message. When the agent is short of slots, a reader that waits gives back what it has read, or else what it wants last.
@@ -37,7 +37,7 @@ class ReaderState(RankState):
         self.reads: Counter[int] = Counter()  # chunk -> reads of its slot under way
         self._unasked: dict[int, None] = {}  # of `wanted`, those that the agent was not asked for
         self._passed: list[tuple[int, int]] = []
-        self._returned_unread: list[int] = []
+        self._returned_unread: dict[int, None] = {}  # given back, which the agent does not know yet
         self._was_read: set[int] = set()  # readable chunks that were read once
         self._closed = False
 
@@ -51,7 +51,7 @@ class ReaderState(RankState):
 
     def is_readable(self, chunk: int) -> bool:
         """Return whether `begin_read` would return a slot."""
-        return (chunk in self.readable or chunk in self.copying) and not self.draining
+        return chunk in self.readable and not self.draining
 
     def begin_read(self, chunk: int) -> int | None:
         """Return the slot that has the chunk, which stays until `end_read`. None when it is not readable."""
@@ -70,12 +70,12 @@ class ReaderState(RankState):
             del self.reads[chunk]
             self.copying.discard(chunk)
             if self.draining:
-                self.readable.pop(chunk, None)
+                self._drop_readable()
 
     def give_back(self, chunks: Iterable[int], now_s: float) -> None:
-        """Give up chunks that are not being read: readable ones, and wanted ones that have not come."""
+        """Give up chunks that nobody reads or awaits: readable ones, and wanted ones that have not come."""
         for chunk in chunks:
-            if chunk in self.copying:
+            if chunk in self.copying or self.awaited[chunk]:
                 continue
             if chunk in self.wanted:
                 del self.wanted[chunk]
@@ -88,7 +88,7 @@ class ReaderState(RankState):
                 self._was_read.discard(chunk)
                 self.results.placed.append(chunk)
             else:
-                self._returned_unread.append(chunk)
+                self._returned_unread[chunk] = None
             self.results.since_s = min(self.results.since_s, now_s)
 
     def pass_by(self, first: int, end: int) -> None:
@@ -133,32 +133,40 @@ class ReaderState(RankState):
     def drain(self, now_s: float, *, finish: bool = False) -> None:
         """See `RankState.drain`. Slots that are being read stay until the reads end."""
         super().drain(now_s, finish=finish)
-        for chunk in [chunk for chunk in self.readable if chunk not in self.copying]:
-            del self.readable[chunk]
+        self._drop_readable()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _take(self, orders: Orders, now_s: float) -> None:
         super()._take(orders, now_s)
+        if self.draining:
+            self._drop_readable()
+            return
         unwanted = []
         for chunk, _ in orders.readable:
+            self._returned_unread.pop(chunk, None)  # the agent has granted it before it knew of that
             if chunk in self.wanted:
                 del self.wanted[chunk]
                 self._unasked.pop(chunk, None)
             else:
                 unwanted.append(chunk)
-        if self.draining:
-            unwanted = list(self.readable)
-        elif orders.short_of == "slots" and self.wanted:
+        if orders.short_of == "slots" and self.wanted:
             # Read ones first; else the one that came last, as it is wanted last. It has to be fetched again.
             spare = [chunk for chunk in self.readable if not self.awaited[chunk]]
             unwanted += [chunk for chunk in spare if chunk in self._was_read] or spare[-1:]
         self.give_back(unwanted, now_s)
 
+    def _drop_readable(self) -> None:
+        """Forget the slots that nobody reads. The message after the drain tells the agent that none is held."""
+        for chunk in [chunk for chunk in self.readable if chunk not in self.copying]:
+            del self.readable[chunk]
+            if self.awaited[chunk]:
+                self.want([chunk])
+
     def _take_wishes(self) -> dict[str, Any]:
         asks, self._unasked = tuple(self._unasked), {}
         passed, self._passed = tuple(self._passed), []
-        unread, self._returned_unread = tuple(self._returned_unread), []
+        unread, self._returned_unread = tuple(self._returned_unread), {}
         return {"asks": asks, "passed": passed, "returned_unread": unread}
 
     def _goes_on(self) -> bool:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from actors.reader import door
+from actors.reader import door, host
 from actors.reader.door import MAX_FRAME_BYTES, DoorClient, HostDoor, WrittenTables
+from cluster.config import Config
 from cluster.errors import ChunkFailed, ClusterLost, ModelNotFound, VersionMismatch
 from cluster.fit.needs import min_slots
 from cluster.messages import Commit, FetchFailure, NodeJob, RankHello, RankUpdate
@@ -294,3 +296,31 @@ def test_a_host_that_answers_nonsense_is_given_up(tmp_path: Path):
 def test_a_path_too_long_for_a_socket_is_an_error(tmp_path: Path):
     with pytest.raises(Exception, match="too long a path"):
         HostDoor(str(tmp_path / ("x" * 100)), None)  # type: ignore[arg-type]
+
+
+def test_an_agent_that_ends_late_leaves_the_door_of_the_next_one(shm_dir: Path, tmp_path: Path):
+    path = str(tmp_path / "agent-1.sock")
+    with local_node(shm_dir, slots=4) as node:
+        first = HostDoor(path, node.agent)
+        second = HostDoor(path, node.agent)
+        first.close()
+        assert answers(path)
+        second.close()
+        assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize(("age_s", "stays"), [(1, True), (host.LISTENS_S + 1, False)])
+def test_the_socket_of_a_dead_agent_is_removed_but_not_one_that_is_just_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, stays: bool
+):
+    (tmp_path / "longshore").mkdir(mode=0o700)
+    path = tmp_path / "longshore" / "agent-1.sock"
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))  # nobody listens
+        os.utime(path, (time.time() - age_s,) * 2)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        config = Config(arena_bytes=4 << 20, slot_bytes=1 << 20, window_bytes=2 << 20)
+        found = host.ProcessHost()
+        found.leave(found.find(config))
+        assert path.exists() is stays
+        found.close()

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors.node.reader_group import ReaderGroup
 from actors.rank.state import RankIdentity
 from actors.reader.state import ReaderState
-from cluster.messages import NodeJob
+from cluster.messages import NodeJob, Orders, RankUpdate
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from tests.support.node_simulation import CHUNK_BYTES, MOST_REQUESTS, NodeSimulation, SimLoad, SimModel, SimRank
 
@@ -158,6 +158,7 @@ class SimReader(SimRank):
         identity = RankIdentity(load.load_id, load.attempt, rank, incarnation, self.process)
         self.state: ReaderState = ReaderState(identity, MOST_REQUESTS, itertools.count(1), heartbeat_s=0.5)
         self.has_read: list[int] = []
+        self.answer: tuple[RankUpdate, Orders] | None = None  # on its way
 
     @property
     def finished(self) -> bool:
@@ -182,6 +183,42 @@ class SimReader(SimRank):
             return False
         self.check(chunk, slot)
         return True
+
+    def await_chunk(self, chunk: int) -> None:
+        """A consumer begins to wait until it can read the chunk."""
+        self.state.want([chunk])
+        self.state.awaited[chunk] += 1
+
+    def read_awaited(self) -> None:
+        """Every consumer whose chunk is readable begins to read it."""
+        for chunk in list(self.state.awaited.elements()):
+            if self.read(chunk):
+                self.state.awaited[chunk] -= 1
+
+    def send(self) -> None:
+        """Send an update whose answer is on its way for a while."""
+        if self.state.joined and self.answer is None:
+            update = self.state.update(self.node.now_s)
+            orders = self.node.deliver(update, "arrives")
+            assert isinstance(orders, Orders)
+            self.answer = update, orders
+
+    def receive(self) -> None:
+        """The answer arrives."""
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            self._obey(*answer)
+
+    def exchange(
+        self, fate: str = "arrives", want: int | None = 3, wait: bool = False, *, cancel: bool = False
+    ) -> None:
+        self.receive()
+        if not self.left:
+            super().exchange(fate, want, wait, cancel=cancel)
+
+    def agent_is_gone(self) -> None:
+        self.receive()
+        super().agent_is_gone()
 
     def end_reads(self) -> None:
         for chunk in list(self.state.reads.elements()):
@@ -373,6 +410,44 @@ def test_a_restarted_agent_serves_what_is_still_wanted():
     here.close()
 
 
+def test_what_one_thread_awaits_another_cannot_give_back():
+    here = Group(slots=8, chunks=10, readers=1)
+    (reader,) = here.all
+    reader.await_chunk(5)
+    for _ in range(3):
+        reader.state.give_back([5], here.node.now_s)  # first it is wanted, then asked for, then readable
+        reader.take_turn()
+    reader.state.drain(here.node.now_s)  # the agent was restarted before the thread woke
+    assert 5 in reader.state.wanted
+    reader.say_hello()
+    for _ in range(3):
+        reader.take_turn()
+    reader.read_awaited()
+    reader.end_reads()
+    assert reader.has_read == [5]
+    here.close()
+
+
+def test_a_chunk_that_is_granted_while_it_was_given_back_keeps_its_slot():
+    here = Group(slots=4, chunks=10, readers=1)
+    (reader,) = here.all
+    reader.await_chunk(5)
+    reader.take_turn()
+    reader.begin_write()
+    reader.end_write()
+    reader.send()  # the answer grants the chunk
+    reader.state.awaited.clear()
+    reader.state.give_back([5], here.node.now_s)
+    reader.state.want([5])
+    reader.receive()
+    assert reader.read(5)
+    reader.send()
+    assert reader.answer is not None
+    assert reader.answer[0].returned_unread == ()  # else the agent would give the slot to another chunk
+    reader.end_reads()
+    here.close()
+
+
 class ManyReaders(RuleBasedStateMachine):
     """Any readers, messages, deaths and restarts. Nobody reads a wrong byte, and nothing is left."""
 
@@ -395,8 +470,8 @@ class ManyReaders(RuleBasedStateMachine):
         if (reader := self.reader(index)) is not None:
             reader.end_reads()
 
-    @rule(index=st.integers(0, 2), chunks=st.lists(st.integers(0, 11)))
-    def gives_back(self, index: int, chunks: list[int]) -> None:
+    @rule(index=st.integers(0, 2), chunks=st.sets(st.integers(0, 11), min_size=4))
+    def gives_back(self, index: int, chunks: set[int]) -> None:
         if (reader := self.reader(index)) is not None and not reader.finished:
             reader.state.give_back(chunks, self.node.now_s)
 
@@ -419,6 +494,26 @@ class ManyReaders(RuleBasedStateMachine):
     def exchanges(self, index: int, fate: str) -> None:
         if (reader := self.reader(index)) is not None and not reader.finished:
             reader.exchange(fate, want=None)
+
+    @rule(index=st.integers(0, 2))
+    def sends(self, index: int) -> None:
+        if (reader := self.reader(index)) is not None and not reader.finished:
+            reader.send()
+
+    @rule(index=st.integers(0, 2))
+    def receives(self, index: int) -> None:
+        if (reader := self.reader(index)) is not None:
+            reader.receive()
+
+    @rule(index=st.integers(0, 2), chunk=st.integers(0, 11))
+    def awaits(self, index: int, chunk: int) -> None:
+        if (reader := self.reader(index)) is not None and not reader.finished:
+            reader.await_chunk(chunk)
+
+    @rule(index=st.integers(0, 2))
+    def reads_awaited(self, index: int) -> None:
+        if (reader := self.reader(index)) is not None:
+            reader.read_awaited()
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
@@ -455,18 +550,22 @@ class ManyReaders(RuleBasedStateMachine):
             if reader.works:
                 for chunk, slot in reader.readable:
                     reader.check(chunk, slot)
+                for chunk in reader.state.awaited.elements():  # else nobody would ever wake its consumer
+                    assert chunk in reader.state.wanted or chunk in reader.state.readable
 
     def teardown(self) -> None:
         if not hasattr(self, "here"):
             return
         for reader in self.here.all:
             reader.asleep = False
+            reader.receive()
             reader.end_reads()
         self.node.time_passes(60.0)
         self.node.tick()
         living = [reader for reader in self.here.all if reader.works]
         for chunk in range(12):
             for reader in living:
+                reader.state.awaited.clear()
                 reader.read_now(chunk, living, turns=60, passes_s=0.5)
         self.here.close()
 
