@@ -231,6 +231,6 @@ def test_readers_share_the_arena_of_their_nodes_agent(longshore: Longshore, llam
         assert report["host"] in agents
         assert (report["store_bytes"], report["shared"]) == (0, True)  # the load has read it all
         assert report["cached_bytes"] > 0
-        mine = read_on_demand(*arguments)  # this process is in Ray too, on one of the nodes
-        assert mine["host"] in agents
+        mine = read_on_demand(*arguments)  # this process is in Ray too, perhaps on a node without an agent
+        assert (mine["host"] in agents) is (ray.get_runtime_context().get_node_id() == node)
     longshore.assert_nothing_left()
