@@ -150,7 +150,8 @@ class SecondLeases(Hedges):
         if chunk is None or place.process is None or not self._cache.shares.may_claim(owner):
             return None
         deadline_s = now_s + self._job.lease_deadline_s
-        lease = self._cache.lease(self._keys[chunk], place.process, deadline_s, owner=owner, keep=self.keep)
+        key, may_kill = self._keys[chunk], not self._job.on_demand
+        lease = self._cache.lease(key, place.process, deadline_s, owner=owner, keep=self.keep, may_kill=may_kill)
         if lease is None:
             self._cache.shares.satisfied(owner)  # a hedge is optional: do not queue for a slot
             return None
@@ -317,7 +318,8 @@ class ChunkFlow:
             deadline_s = now_s + self._job.lease_deadline_s
             if chunk in place.direct and not self.queue.failures(chunk) and self._cache.kept(key) is None:
                 return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
-            lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.part, keep=self._keep)
+            owner, may_kill = self._job.part, not self._job.on_demand
+            lease = self._cache.lease(key, place.process, deadline_s, owner=owner, keep=self._keep, may_kill=may_kill)
             if lease is None and self._drop_expected(place.rank, chunk, now_s):
                 continue
             if lease is None:

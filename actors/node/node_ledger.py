@@ -383,13 +383,9 @@ class NodeLedger:
     def overdue(self, now_s: float) -> set[ProcessId]:
         """Return the processes that must be killed, because they hold slots that were revoked.
 
-        Readers are programs of users, which nobody kills: their slots stay in quarantine. So do slots that an earlier
-        agent granted, as nobody knows to whom. Where a worker had them, the coordinator ends it.
+        Readers are programs of users, which nobody kills. Their slots stay in quarantine.
         """
-        overdue = self._cache.overdue(now_s, QUARANTINE_GRACE_S)
-        loads = {**self._ended, **self._loads}
-        readers = {part for part, load in loads.items() if load.job.on_demand}
-        return {lease.holder for lease in overdue if lease.owner is not None and lease.owner not in readers}
+        return {lease.holder for lease in self._cache.overdue(now_s, QUARANTINE_GRACE_S) if lease.may_kill}
 
     # -- heartbeat ---------------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ def restore_slots(
         elif record.state in (SlotState.LEASED, SlotState.QUARANTINED) and record.holder is not None:
             generation = record.generation
             lease_id = table.lease_id(index, generation)
-            lease = Lease(lease_id, index, generation, record.key, record.holder, None, now_s)
+            lease = Lease(lease_id, index, generation, record.key, record.holder, None, now_s, may_kill=record.may_kill)
             table.to_leased(index, lease)
             table.to_quarantine(index, now_s)
             quarantined.append(lease)
@@ -227,14 +227,22 @@ class ChunkCache:
     # --- writing -------------------------------------------------------------------------------------------
 
     def lease(
-        self, key: bytes, holder: ProcessId, deadline_s: float, *, owner: Hashable = None, keep: bool = False
+        self,
+        key: bytes,
+        holder: ProcessId,
+        deadline_s: float,
+        *,
+        owner: Hashable = None,
+        keep: bool = False,
+        may_kill: bool = True,
     ) -> Lease | None:
         """Lease a slot to `holder` to write the chunk into. None when no slot can be had now; try again later.
 
         Nobody sees the chunk until it is committed. A second lease for the same chunk (a hedge) gets another slot.
         Nothing is evicted until all slots have memory, so a load that fits the window stays in it whole.
 
-        `keep`: lease a kept slot with it, unless the chunk is kept already or no kept slot can be had.
+        `keep`: lease a kept slot with it, unless the chunk is kept already or no kept slot can be had. `may_kill`: see
+        `Lease`.
         """
         table, window = self._table, self._table.window
         may_evict = window.evictable and self._ready_slots == self.window_slots
@@ -254,8 +262,8 @@ class ChunkCache:
             self._counts.hits += 1
             table.hold(read.slot, (holder, lease_id), None)
         elif keep:
-            keeping = self._lease_kept(key, holder, deadline_s)
-        lease = Lease(lease_id, index, generation, key, holder, owner, deadline_s, evicted_key, read, keeping)
+            keeping = self._lease_kept(key, holder, deadline_s, may_kill)
+        lease = Lease(lease_id, index, generation, key, holder, owner, deadline_s, evicted_key, read, keeping, may_kill)
         table.to_leased(index, lease)
         heapq.heappush(self._deadlines, (deadline_s, index, generation))
         self.shares.satisfied(owner)
@@ -501,7 +509,7 @@ class ChunkCache:
     def _may_use(self, owner: Hashable, slot: int) -> bool:
         return not self._table.in_window(slot) or self.shares.may_use(owner, slot)
 
-    def _lease_kept(self, key: bytes, holder: ProcessId, deadline_s: float) -> CachedChunk | None:
+    def _lease_kept(self, key: bytes, holder: ProcessId, deadline_s: float, may_kill: bool) -> CachedChunk | None:
         """Lease a kept slot: one that has memory, else a new one where memory may grow, else the least recently used.
 
         None when there is none.
@@ -515,12 +523,13 @@ class ChunkCache:
         else:
             return None
         self._touched.add(index)
-        self._lease_at(index, key, holder, deadline_s)
+        self._lease_at(index, key, holder, deadline_s, may_kill)
         return self._table.chunk(index)
 
-    def _lease_at(self, index: int, key: bytes, holder: ProcessId, deadline_s: float) -> Lease:
+    def _lease_at(self, index: int, key: bytes, holder: ProcessId, deadline_s: float, may_kill: bool = True) -> Lease:
         generation = self._table.slots[index].generation + 1
-        lease = Lease(self._table.lease_id(index, generation), index, generation, key, holder, None, deadline_s)
+        lease_id = self._table.lease_id(index, generation)
+        lease = Lease(lease_id, index, generation, key, holder, None, deadline_s, may_kill=may_kill)
         self._table.to_leased(index, lease)
         return lease
 

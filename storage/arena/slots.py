@@ -211,6 +211,7 @@ class SlotRecord:
     length_bytes: int = 0  # of the committed chunk
     key: bytes = b""  # cache key of the chunk, KEY_BYTES long; empty for a free slot
     holder: ProcessId | None = None  # the process that writes or wrote; None for a free or committed slot
+    may_kill: bool = True  # see `Lease`
 
 
 FREE_RECORD = SlotRecord()
@@ -274,7 +275,7 @@ def _key(*parts: str) -> bytes:
 # A slot has two copies of its record, and each write goes to the older one. A process killed during a write leaves
 # one copy whose checksum fails, and the other one whole.
 
-_COPY = struct.Struct("<QQQqQ32sB3x")  # sequence, generation, length, pid, start time, key, state
+_COPY = struct.Struct("<QQQqQ32sB?2x")  # sequence, generation, length, pid, start time, key, state, spared
 _CHECKSUM = struct.Struct("<I")
 COPY_BYTES = 128
 RECORD_BYTES = 2 * COPY_BYTES
@@ -293,6 +294,7 @@ def pack_copy(sequence: int, record: SlotRecord) -> bytes:
         holder.start_time,
         record.key,
         record.state,
+        not record.may_kill,
     )
     return (body + _CHECKSUM.pack(zlib.crc32(body))).ljust(COPY_BYTES, b"\0")
 
@@ -300,14 +302,15 @@ def pack_copy(sequence: int, record: SlotRecord) -> bytes:
 def unpack_copy(data: bytes | memoryview) -> tuple[int, SlotRecord] | None:
     """Return (sequence, record) of one copy. None when it was torn; sequence 0 when it was never written."""
     body = bytes(data[: _COPY.size])
-    sequence, generation, length_bytes, pid, start_time, key, state = _COPY.unpack(body)
+    sequence, generation, length_bytes, pid, start_time, key, state, spared = _COPY.unpack(body)
     if not any(data):
         return 0, FREE_RECORD
     (checksum,) = _CHECKSUM.unpack(data[_COPY.size : _COPY.size + _CHECKSUM.size])
     if checksum != zlib.crc32(body) or sequence == 0 or state not in SlotState.__members__.values():
         return None
     holder = ProcessId(pid, start_time) if pid else None
-    return sequence, SlotRecord(SlotState(state), generation, length_bytes, key if any(key) else b"", holder)
+    key = key if any(key) else b""
+    return sequence, SlotRecord(SlotState(state), generation, length_bytes, key, holder, not spared)
 
 
 class Answer(enum.Enum):
@@ -347,6 +350,7 @@ class Lease:
     evicted_key: bytes | None = None  # key of the chunk that was evicted to free the slot
     read: CachedChunk | None = None  # the kept copy of the chunk, held for this lease
     keep: CachedChunk | None = None  # the kept slot to copy the chunk to, leased with this lease
+    may_kill: bool = True  # the holder, if it does not let go of the slot; False for a program of a user
 
 
 _Name = TypeVar("_Name")
@@ -562,8 +566,8 @@ class SlotTable:
 
     def _write(self, index: int) -> None:
         slot = self.slots[index]
-        holder = None if slot.lease is None else slot.lease.holder
-        record = SlotRecord(slot.state, slot.generation, slot.length_bytes, slot.key, holder)
+        holder, may_kill = (None, True) if slot.lease is None else (slot.lease.holder, slot.lease.may_kill)
+        record = SlotRecord(slot.state, slot.generation, slot.length_bytes, slot.key, holder, may_kill)
         self._journal.write_record(index, record)
 
     def _index_committed(self, index: int) -> None:

@@ -197,6 +197,24 @@ def test_slots_are_used_as_they_become_ready():
     assert cache.stats().ready_slots == 2
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_leases_of_programs_of_users_stay_known_as_such(restarts: bool):
+    """Also those of kept slots, and after a restart: the agent kills no such program."""
+    journal = MemoryJournal(4)
+    cache = ChunkCache(4, window_slots=2, journal=journal)
+    cache.may_grow = True
+    for number, may_kill in enumerate([True, False]):
+        assert cache.lease(key(number), (W1, W2)[number], 10, keep=True, may_kill=may_kill) is not None
+    if restarts:
+        cache = ChunkCache(4, window_slots=2, journal=journal)
+        cache.restore([W1, W2], 10)
+    else:
+        cache.expire(10)
+    found = cache.overdue(20, 5)
+    assert len(found) == 4
+    assert all(lease.may_kill is (lease.holder == W1) for lease in found)
+
+
 def test_leases_of_another_arena_or_restart_are_recognised():
     journal = MemoryJournal(1)
     before = ChunkCache(1, journal=journal)

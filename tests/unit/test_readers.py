@@ -518,7 +518,12 @@ class ManyReaders(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
         self.node.time_passes(seconds)
+        self.tick()
+
+    def tick(self) -> None:
+        living = [reader for reader in self.here.all if reader.alive]
         self.node.tick()
+        assert all(reader.alive for reader in living), "the agent has killed a program of a user"
 
     @rule(index=st.integers(0, 2))
     def sleeps_or_wakes(self, index: int) -> None:
@@ -561,7 +566,7 @@ class ManyReaders(RuleBasedStateMachine):
             reader.receive()
             reader.end_reads()
         self.node.time_passes(60.0)
-        self.node.tick()
+        self.tick()
         living = [reader for reader in self.here.all if reader.works]
         for chunk in range(12):
             for reader in living:
