@@ -22,11 +22,10 @@ from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch, IdleAgents
-from actors.coordination.attaching import Attaching
 from actors.coordination.jobs import save
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, new_model_id
-from actors.coordination.planner import Planner
+from actors.coordination.planner import Attaching, Planner
 from actors.coordination.spawn import OrphanWatch
 from actors.coordination.worker_groups import WorkerGroups
 from actors.links import ask_agent
@@ -40,8 +39,7 @@ from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
 from cluster.scheduling.topology import NodeInfo, resolve_device
-from cluster.telemetry.chunk_map import ChunkMap, NodeChunks, NodeView, ShardChunks
-from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.chunk_map import ChunkMap, LoadEvent, NodeChunks, NodeView, ShardChunks
 from cluster.telemetry.logs import RepeatedWork, configure_logs
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
 from longshore.installation import PROTOCOL_VERSION, __version__, check_packages

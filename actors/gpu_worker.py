@@ -345,7 +345,7 @@ class GpuWorker:
         """
         import torch
 
-        from actors.handover.tensor_views import as_bytes
+        from actors.devices.convert import as_bytes
 
         with self._loaded(load_id).shard() as shard, without_collector():
             sizes = (tensor.nbytes for tensor in islice(shard.values(), start.tensor, None))

@@ -40,14 +40,12 @@ from cluster.fit.options import GivenMap, GivenMemory
 from cluster.joining.node_tasks import unwrapped
 from cluster.joining.patience import LOOK_S, Patience, checked_timeout
 from cluster.joining.ray_private import started_here
-from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.rules import LayoutRules
 from cluster.messages import GroupMember, JoinReply, NodeFacts, NodeJob, RankHello, RankJob, unpack_message
 from cluster.options import Dtype, LoadOptions, collect
 from cluster.planning.make_plan import prepare_plan
-from cluster.planning.packed_plan import pack_shared
-from cluster.planning.rank_plans import RankFacts, rank_facts
-from cluster.request import LoadRequest, make_request
+from cluster.planning.packed_plan import RankFacts, pack_shared, rank_facts
+from cluster.request import LoadRequest, make_request, with_live_rules
 from cluster.telemetry.metrics import model_label
 from storage.errors import RevisionMismatch
 from storage.host.processes import ProcessId

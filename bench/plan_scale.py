@@ -70,8 +70,7 @@ class Stages:
 
 def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
     from cluster.layouts.model_config import ModelConfig
-    from cluster.planning.packed_plan import PackedPlan, pack_shared
-    from cluster.planning.rank_plans import rank_facts
+    from cluster.planning.packed_plan import PackedPlan, pack_shared, rank_facts
     from storage.checkpoints.checkpoint import open_model
     from storage.checkpoints.manifest import parse_manifest
     from storage.stores.local import LocalStore

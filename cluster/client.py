@@ -31,11 +31,9 @@ from cluster.fit.options import GivenMap, GivenMemory
 from cluster.joining.connection import Connection, connect
 from cluster.joining.patience import Patience, checked_timeout
 from cluster.joining.ray_join import import_ray
-from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.rules import LayoutRules
-from cluster.model import LoadedModel, give_up_handles
+from cluster.model import GIVEN_UP, LoadedModel, give_up_handles, in_thread, load_in_thread
 from cluster.options import Dtype, LoadOptions, PlacementGroup, check_revision, check_signed_name, collect
-from cluster.public_functions import GIVEN_UP, in_thread, load_in_thread
 from cluster.request import (
     LoadRequest,
     StoreOptions,
@@ -43,9 +41,9 @@ from cluster.request import (
     open_destination,
     open_uri,
     read_keys,
+    with_live_rules,
 )
-from cluster.telemetry.chunk_map import ChunkMap
-from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.chunk_map import ChunkMap, LoadEvent
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.telemetry.stats import Jsonable
 from cluster.telemetry.tracing import load_trace

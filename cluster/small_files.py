@@ -127,7 +127,7 @@ def config_folder(
     path = _default_folder(source, code=code) if folder is None else os.path.abspath(os.fspath(folder))
     if folder is None and os.path.exists(os.path.join(path, SOURCE_KEY)):
         return path
-    if os.path.isdir(path) and os.listdir(path):
+    if folder is not None and os.path.isdir(path) and os.listdir(path):
         raise ConfigError("the folder has files already", hint="name a new or empty folder", folder=path)
     parent = os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from actors.handover.tensor_views import torch_dtype
+from actors.devices.convert import torch_dtype
 from actors.reader.open_model import OpenModel, TensorSlice, safe_open
 from cluster.argument_types import checks_arguments
 from cluster.config import Config

@@ -1,4 +1,7 @@
-"""The command `longshore`: check whose packages these are, then hand over to `cluster.command_line.cli`."""
+"""Entry points: the command `longshore`, and what engines call.
+
+They check first that no folder of the user's hides our packages. The command goes on in `cluster.command_line.cli`.
+"""
 
 from __future__ import annotations
 
@@ -36,3 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A second Ctrl-C, while what was joined is left, ends the process, and not in a traceback of the interpreter's.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return code
+
+
+def vllm() -> None:
+    """Register the load format "longshore". vLLM calls this in each of its processes, maybe more than once."""
+    check_packages("engines")
+    import engines.vllm  # noqa: F401

@@ -24,8 +24,7 @@ from cluster.options import collect
 from cluster.planning import preview
 from cluster.planning.plan_summary import PlanSummary
 from cluster.request import StoreOptions
-from cluster.telemetry.chunk_map import ChunkMap
-from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.chunk_map import ChunkMap, LoadEvent
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus
 from serving.schemas import LoadBody, ModelBody, PlanBody
 from serving.settings import ServingSettings

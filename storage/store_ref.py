@@ -30,7 +30,7 @@ from urllib.parse import unquote, urlsplit
 
 from storage.errors import InvalidUri, SourceRefused, StoreError, UnsupportedStore
 from storage.problems import printable_uri, quote
-from storage.stores.connections import host_and_port
+from storage.stores.requests import host_and_port
 
 AddressingStyle = Literal["auto", "path", "virtual"]
 

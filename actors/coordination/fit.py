@@ -24,7 +24,7 @@ from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import NodeAgents
 from actors.coordination.planner import Planner
-from actors.coordination.tending import finished, settled
+from actors.coordination.spawn import finished, settled
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import ClusterError, ConfigError, DoesNotFit, DoesNotFitNow, LoadError, NotEnoughResources
@@ -45,8 +45,7 @@ from cluster.fit.needs import (
 )
 from cluster.fit.options import AUTO, STRICT, DeviceMapOptions, FitOptions, FitTry
 from cluster.fit.search import OFFLOAD_POLICY, Limits, PlannedChange, cheapest, first_that_fits, offer, steps_text
-from cluster.planning.packed_plan import PackedPlan
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import PackedPlan, RankFacts
 from cluster.request import LoadRequest
 from cluster.scheduling.topology import NodeInfo
 from cluster.scheduling.warm_pool import IdleWorkerGroup, in_the_way, with_kept_memory

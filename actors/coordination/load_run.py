@@ -27,7 +27,7 @@ from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.placing import Relocation, take_placements
 from actors.coordination.planner import Planner, PlanSource, use_working_access
-from actors.coordination.tending import alongside, finished, settled, tend_all
+from actors.coordination.spawn import alongside, finished, settled, tend_all
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import (

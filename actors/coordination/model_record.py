@@ -24,8 +24,8 @@ from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
 from cluster.scheduling.topology import NodeInfo
+from cluster.telemetry.chunk_map import EventLog
 from cluster.telemetry.counters import ClusterMetrics, LoadView
-from cluster.telemetry.event_log import EventLog
 from cluster.telemetry.logs import log_events
 from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus

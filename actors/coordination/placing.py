@@ -31,7 +31,7 @@ from actors.coordination.jobs import save
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import NodeAgents
 from actors.coordination.planner import PlanSource
-from actors.coordination.tending import alongside, finished
+from actors.coordination.spawn import alongside, finished
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources

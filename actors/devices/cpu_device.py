@@ -272,7 +272,7 @@ class CpuDevice:
     def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
         import torch
 
-        from actors.handover.tensor_views import tensor_views
+        from actors.devices.convert import tensor_views
 
         return tensor_views([torch.from_numpy(segment.data) for segment in self._segments], slices)
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.devices.convert import convert
-from actors.handover.tensor_views import tensor_views
+from actors.devices.convert import convert, tensor_views
 from cluster.errors import DeviceUnavailable, DoesNotFit
 from cluster.planning.plan import StagedTensor, TensorSlice
 from cluster.planning.read_items import ReadItems

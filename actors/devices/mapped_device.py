@@ -481,7 +481,7 @@ class DiskDevice:
         pass
 
     def finish(self) -> None:
-        from actors.handover.tensor_views import torch_dtype
+        from actors.devices.convert import torch_dtype
 
         index = {}
         for piece in self._slices:
@@ -492,7 +492,7 @@ class DiskDevice:
 
     def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
         """Return tensors mapped from the files. Writing to a tensor does not change its file."""
-        from actors.handover.tensor_views import tensor_views
+        from actors.devices.convert import tensor_views
 
         return tensor_views([self._mapped(piece) for piece in self._slices], slices)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from actors.handover.tensor_views import as_bytes
+from actors.devices.convert import as_bytes
 from cluster.errors import ConfigError, ModuleMismatch
 
 

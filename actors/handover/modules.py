@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from actors.devices.convert import as_bytes
 from actors.handover import module_places
 from actors.handover.module_places import Place, Rename, find_places, likely_prefix, new_names, put, tied_names
-from actors.handover.tensor_views import as_bytes
 from cluster.errors import ConfigError, ModuleMismatch
 from cluster.layouts.region import MeshCut, Region, dtensor_region, same_part
 from cluster.planning.plan import TensorSlice

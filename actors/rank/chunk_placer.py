@@ -19,9 +19,8 @@ from collections.abc import Iterable, KeysView
 
 from actors.devices.device import Device
 from actors.rank.chunk_fetcher import StageClock
-from cluster.planning.packed_plan import SharedTables
+from cluster.planning.packed_plan import SharedTables, staging_room
 from cluster.planning.plan import RankPlan
-from cluster.planning.rank_plans import staging_room
 from cluster.planning.read_items import ReadItems, expand_read_items, whole_chunks
 from storage.arena.arena import Arena
 from storage.errors import LongshoreError

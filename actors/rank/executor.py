@@ -23,8 +23,7 @@ from actors.devices.device import Device
 from actors.links import AgentLink
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
-from actors.rank.loader import MESSAGE_NUMBERS, ChunkLoader
-from actors.rank.rank_work import RankWork
+from actors.rank.loader import MESSAGE_NUMBERS, ChunkLoader, RankWork
 from actors.rank.state import RankIdentity, RankState
 from cluster.errors import empty_frames
 from cluster.messages import DIRECT, RankJob

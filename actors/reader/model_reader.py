@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from actors.devices.cpu_device import SegmentMemory, copy_runs
 from actors.links import AgentLink
 from actors.rank.chunk_fetcher import ChunkFetcher
-from actors.rank.loader import MESSAGE_NUMBERS, ChunkLoader
-from actors.rank.rank_work import RankWork
+from actors.rank.loader import MESSAGE_NUMBERS, ChunkLoader, RankWork
 from actors.rank.state import RankIdentity
 from actors.reader.state import ReaderState
 from cluster.errors import ReaderClosed, empty_frames

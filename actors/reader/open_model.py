@@ -49,7 +49,7 @@ class _Stored:
     """A tensor of an open model, for lazy tensors. A dtype that torch lacks is bytes, packed in the last dimension."""
 
     def __init__(self, reader: ModelReader, tensor: Tensor) -> None:
-        from actors.handover.tensor_views import torch_dtype
+        from actors.devices.convert import torch_dtype
 
         self.name = tensor.name
         self.dtype, self.shape = torch_dtype(tensor.dtype, tensor.shape)

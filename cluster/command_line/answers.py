@@ -42,7 +42,7 @@ from storage.errors import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cluster.telemetry.event_log import LoadEvent
+    from cluster.telemetry.chunk_map import LoadEvent
 
 
 def answer(args: argparse.Namespace, document: dict[str, Any], table: Callable[[], RenderableType]) -> None:

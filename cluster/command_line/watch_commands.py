@@ -20,7 +20,7 @@ from cluster.errors import ConfigError, ModelNotFound, NoCoordinator
 
 if TYPE_CHECKING:
     from cluster.command_line.watch_view import Look
-    from cluster.telemetry.event_log import LoadEvent
+    from cluster.telemetry.chunk_map import LoadEvent
     from cluster.telemetry.report import ClusterStatus, ModelStatus
 
 

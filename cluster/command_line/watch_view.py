@@ -29,7 +29,7 @@ from cluster import client
 from cluster.command_line.answers import style_of, time_of_day, what_of, write
 from cluster.command_line.tables import cell
 from cluster.errors import ModelNotFound
-from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.chunk_map import LoadEvent
 from cluster.telemetry.report import ClusterStatus, ModelStatus, NodeStatus
 from cluster.units import printable, show_bytes
 

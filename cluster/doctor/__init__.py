@@ -1,4 +1,4 @@
 """`longshore doctor`: checks of the installation, the machine, the cluster and the store.
 
-Read `doctor.py` first, which runs all checks. They are in `host_checks.py`, `node_checks.py` and `store_checks.py`.
+Read `doctor.py` first, which runs all checks. They are in `host_checks.py` and `node_checks.py`.
 """

@@ -4,7 +4,7 @@ run_checks -> host_checks    packages, memory, /dev/shm and the arena, GPUs and 
                -> disk_checks    the folder for chunks on disk
                -> cluster_checks Ray, its authentication, every node's packages and versions, resources
                   node_checks    of every node: GPUs, drivers, NCCL, /dev/shm, clock, the store from there
-               -> store_checks   the store answers with these credentials, clocks agree
+               -> host_checks    the store answers with these credentials, clocks agree
 
 A check returns its result. A check that raises counts as failed with its message, and the others still run.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from cluster.client import status
 from cluster.config import Config
-from cluster.doctor import host_checks, store_checks
+from cluster.doctor import host_checks
 from cluster.doctor.host_checks import Check
 from cluster.doctor.node_checks import bandwidth_here, check_each_node, judge_bandwidth, name_of
 from cluster.errors import NoCoordinator
@@ -188,7 +188,7 @@ def run_checks(
         ("gpu driver", host_checks.check_driver),
         ("torch", host_checks.check_torch),
         ("ray", partial(check_cluster, address, uri, store_args, bandwidth=bandwidth)),
-        ("store", partial(store_checks.check_store, uri, store_args)),
+        ("store", partial(host_checks.check_store, uri, store_args)),
     ]
     found = settings + [check for name, run in checks for check in guarded(name, run)]
     if bandwidth and uri is not None and not any(check.name.startswith("bandwidth") for check in found):

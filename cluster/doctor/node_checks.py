@@ -18,8 +18,18 @@ from itertools import islice
 from typing import Any
 
 from cluster.config import Config
-from cluster.doctor.host_checks import PROGRAM_TIMEOUT_S, TORCH_QUESTION, Check, check_arena, check_settings
-from cluster.doctor.store_checks import LISTED, READ_TIMEOUT_S, Bandwidth, check_store, measure_bandwidth
+from cluster.doctor.host_checks import (
+    LISTED,
+    PROGRAM_TIMEOUT_S,
+    READ_TIMEOUT_S,
+    TORCH_QUESTION,
+    Bandwidth,
+    Check,
+    check_arena,
+    check_settings,
+    check_store,
+    measure_bandwidth,
+)
 from cluster.joining.node_tasks import Node, on_every_node, why_no_answer
 from cluster.node_settings import node_environment
 from cluster.request import StoreOptions

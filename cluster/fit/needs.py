@@ -30,7 +30,7 @@ from cluster.config import Config
 from cluster.errors import DoesNotFit, DoesNotFitNow
 from cluster.fit.device_map import CPU, DISK
 from cluster.fit.options import FitOptions
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import RankFacts
 from cluster.scheduling.topology import NodeInfo, ranks_by_node
 from cluster.units import show_bytes, show_some
 from storage.arena.arena_files import default_arena_bytes, window_slots

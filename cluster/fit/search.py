@@ -26,7 +26,7 @@ from cluster.fit.device_map import CPU, DeviceKey
 from cluster.fit.needs import DeviceRoom, Place, gpu_bytes, misfit_text, place_on_devices
 from cluster.fit.options import AUTO, DeviceMapOptions, FitTry
 from cluster.layouts.mesh import MAX_RANKS, Layout
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import RankFacts
 from cluster.request import LoadRequest
 from cluster.units import parse_bytes, show_bytes
 

@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING
 from cluster.errors import ConfigError, LayoutError, UnknownFamily
 from cluster.layouts.families import OTHER_EMBEDDINGS, TOKEN_EMBEDDINGS, TOWERS
 from cluster.layouts.mesh import Layout, RankCoords, sizes_that_do
-from cluster.layouts.rules import FAMILIES, Rule, Rules
-from cluster.layouts.tensor_cut import TensorCut, cut_tensor, experts_of
-from cluster.precision.quantized_rules import Part, cut_part, find_parts, find_rule, why_unnamed
+from cluster.layouts.rules import FAMILIES, Rule, Rules, TensorCut, cut_tensor, experts_of
+from cluster.precision.quantized_tensors import Part, cut_part, find_parts, find_rule, why_unnamed
 from storage.checkpoints.model_index import Tensor
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from cluster.fit.device_map import DeviceMap
 from cluster.layouts.layout import Holder, decide_layout
 from cluster.layouts.mesh import Layout, RankCoords
 from cluster.layouts.region import Box, Region, element_bits
-from cluster.layouts.rules import Rules
-from cluster.layouts.tensor_cut import TensorCut, region_of
+from cluster.layouts.rules import Rules, TensorCut, region_of
 from cluster.precision.recipes import (
     Output,
     Precision,

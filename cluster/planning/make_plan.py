@@ -35,11 +35,10 @@ from cluster.fit.search import Change, PlannedChange
 from cluster.layouts.families import TOKEN_EMBEDDINGS
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig, check_model_config, read_model_config
-from cluster.layouts.rules import Rules, parse_rules, rules_for
-from cluster.layouts.tensor_cut import region_of
+from cluster.layouts.rules import Rules, parse_rules, region_of, rules_for
 from cluster.planning.cut_model import AS_STORED, CutModel, TensorKind, cut_model
+from cluster.planning.packed_plan import RankPlans, node_chunks, rank_facts
 from cluster.planning.plan import LoadPlan
-from cluster.planning.rank_plans import RankPlans, node_chunks, rank_facts
 from cluster.planning.read_items import ALIGNMENT_BYTES, SourcePatterns, pair_with_chunks
 from cluster.precision.recipes import SCALES, SCHEMES, Amax, Precision, are_finite, carried_bytes, gather, read_region
 from cluster.request import LoadRequest

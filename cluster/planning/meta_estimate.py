@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from cluster.errors import ModelConfigError, PlanError
-from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
-from cluster.precision.quantization_config import find_quantization
+from cluster.layouts.model_config import MAX_CONFIG_BYTES, find_quantization, parse_model_config
 from cluster.units import show_bytes
 from storage.checkpoints.model_index import ChunkTable, ModelIndex, OtherFile, Shard, Tensor
 from storage.checkpoints.safetensors_header import tensor_bytes

@@ -6,8 +6,8 @@
 
 A rank may have 100,000 slices, so `SliceTable` has them in columns. It makes a `TensorSlice` when somebody asks for it.
 
-Pure functions derive plans of ranks from the cut (`cluster.planning.rank_plans`), and read items from slices and chunks
-(`cluster.planning.read_items`). They run wherever the result is needed.
+Pure functions derive plans of ranks from the cut (`cluster.planning.packed_plan`), and read items from slices and
+chunks (`cluster.planning.read_items`). They run wherever the result is needed.
 """
 
 from __future__ import annotations
@@ -230,4 +230,4 @@ class LoadPlan:
     shards: tuple[Shard, ...]
     chunks: ChunkTable
     cut: CutModel  # every rank's plan is derived from it
-    ranks: Sequence[RankPlan]  # ranks[i].rank == i; derived on access (`cluster.planning.rank_plans`)
+    ranks: Sequence[RankPlan]  # ranks[i].rank == i; derived on access (`cluster.planning.packed_plan`)

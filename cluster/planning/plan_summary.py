@@ -29,9 +29,9 @@ from cluster.fit.search import PlanFit
 from cluster.layouts.mesh import Layout, RankCoords
 from cluster.planning.chunk_keys import HeldChunks, node_sources
 from cluster.planning.cut_model import KindSlice
+from cluster.planning.packed_plan import memory_map, rank_chunks, rank_facts
 from cluster.planning.plan import LoadPlan
 from cluster.planning.plan_picture import NOT_KNOWN, LayerTable, TensorPart, Verdict, draw_plan
-from cluster.planning.rank_plans import memory_map, rank_chunks, rank_facts
 from cluster.precision.written_quantization import precision_of, quantization_config
 from cluster.scheduling.topology import ranks_by_node
 from cluster.telemetry.stats import ONLY_PART, ObjectCheck, join_checks, verified_by

@@ -44,13 +44,14 @@ from cluster.fit.search import (
     rooms_of,
 )
 from cluster.joining.connection import Connection, connect, joined
-from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import MAX_RANKS, Layout, check_count
 from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
 from cluster.layouts.rules import LayoutRules, parse_rules, rules_for
+from cluster.model import in_thread
 from cluster.options import CheckedOptions, Dtype, LoadOptions, collect
 from cluster.planning.chunk_keys import HeldChunks, Holdings, lasting_keys
 from cluster.planning.make_plan import ReadAmax, amax_reader, plan_changes, plan_model, read_model
+from cluster.planning.packed_plan import rank_facts
 from cluster.planning.plan import LoadPlan
 from cluster.planning.plan_picture import layer_table, tensors_of
 from cluster.planning.plan_summary import (
@@ -64,10 +65,8 @@ from cluster.planning.plan_summary import (
     spread_evenly,
     summarize_plan,
 )
-from cluster.planning.rank_plans import rank_facts
 from cluster.precision.written_quantization import precision_notes
-from cluster.public_functions import in_thread
-from cluster.request import LoadRequest, make_request
+from cluster.request import LoadRequest, make_request, with_live_rules
 from cluster.scheduling.topology import NodeInfo, assign_gpus, assign_ranks, places_free, resolve_device
 from cluster.telemetry.report import LoadReport, ModelStatus
 from cluster.units import show_some

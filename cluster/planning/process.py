@@ -21,8 +21,7 @@ from cluster.config import TrustPolicy
 from cluster.fit.options import AUTO
 from cluster.fit.search import Limits, PlannedChange, changes_to_offer, steps_of_auto
 from cluster.planning.make_plan import prepare_changes, prepare_plan, still_current
-from cluster.planning.packed_plan import PackedPlan, pack_shared
-from cluster.planning.rank_plans import rank_facts
+from cluster.planning.packed_plan import PackedPlan, pack_shared, rank_facts
 from cluster.precision.written_quantization import quantization_config
 from cluster.request import LoadRequest
 from cluster.telemetry.report import ProcessMemory

@@ -26,7 +26,7 @@ from cluster.units import printable
 from storage.problems import without_secrets
 
 if TYPE_CHECKING:
-    from cluster.telemetry.event_log import LoadEvent
+    from cluster.telemetry.chunk_map import LoadEvent
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]

@@ -1,5 +1,5 @@
 """Object stores: one protocol, and the stores behind it.
 
 Read `object_store` (the protocol) first, then `open_store` (which store for which URI), then `local`, `fsspec_store`
-and `s3/`. All of them use `requests` (deadlines and retries) and `connections` (proxies and TLS).
+and `s3/`. All of them use `requests` (proxies, TLS, deadlines and retries).
 """

@@ -48,9 +48,16 @@ from storage.errors import (
 )
 from storage.problems import install_hint, without_secrets
 from storage.store_ref import Credentials, StoreRef, origin
-from storage.stores.connections import find_proxy, proxy_refusal, tls_context
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key
-from storage.stores.requests import PASSING, ReadLimit, outlived, passing_refusal
+from storage.stores.requests import (
+    PASSING,
+    ReadLimit,
+    find_proxy,
+    outlived,
+    passing_refusal,
+    proxy_refusal,
+    tls_context,
+)
 
 
 def printable_cause(error: Exception) -> Exception:

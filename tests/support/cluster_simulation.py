@@ -28,7 +28,6 @@ from ray.exceptions import RayActorError
 from actors import coordinator
 from actors.coordination import (
     agent_watch,
-    attaching,
     fit,
     load_run,
     model_record,
@@ -58,8 +57,7 @@ from cluster.errors import (
 )
 from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, pack_message, unpack_message
-from cluster.planning.packed_plan import PackedPlan
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import PackedPlan, RankFacts
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.load_state import LoadState
@@ -85,7 +83,7 @@ from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimHost
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    fit, agent_watch, attaching, coordinator, worker_groups, load_run, model_record, nodes, placing, spawn,
+    fit, agent_watch, coordinator, worker_groups, load_run, model_record, nodes, placing, planner, spawn,
 )  # fmt: skip
 ASKS_RAY = (nodes, planner, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 
 from cluster.layouts.layout import decide_layout
 from cluster.layouts.mesh import Layout, RankCoords
-from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.model_config import ModelConfig, QuantizationConfig
 from cluster.layouts.region import Region
-from cluster.layouts.rules import Rules
-from cluster.layouts.tensor_cut import region_of
+from cluster.layouts.rules import Rules, region_of
 from cluster.planning.make_plan import build_load_plan
-from cluster.precision.quantization_config import QuantizationConfig
 from storage.checkpoints.model_index import Tensor
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import carry_out, store_arrays

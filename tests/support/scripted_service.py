@@ -12,8 +12,7 @@ import numpy as np
 from cluster.config import Config
 from cluster.errors import ModelNotFound
 from cluster.layouts.mesh import Layout
-from cluster.telemetry.chunk_map import ChunkMap, NodeChunks, ShardChunks, runs_of
-from cluster.telemetry.event_log import EventLog, LoadEvent
+from cluster.telemetry.chunk_map import ChunkMap, EventLog, LoadEvent, NodeChunks, ShardChunks, runs_of
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus, RankStatus
 from serving.service import Service
 from serving.settings import ServingSettings

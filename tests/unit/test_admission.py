@@ -16,7 +16,7 @@ from cluster.errors import DoesNotFit
 from cluster.fit.needs import WORKER_BYTES
 from cluster.messages import NodeFacts, Version
 from cluster.options import LoadOptions
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import RankFacts
 from cluster.request import make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life

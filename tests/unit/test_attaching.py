@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.coordination import attaching
-from actors.coordination.attaching import Attaching
+from actors.coordination import planner
 from actors.coordination.model_record import ModelRecord
-from actors.coordination.planner import use_working_access
+from actors.coordination.planner import Attaching, use_working_access
 from cluster.layouts.mesh import Layout
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
@@ -93,7 +92,7 @@ def test_a_revision_that_could_not_be_checked_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work() -> ModelRecord | None:
-        monkeypatch.setattr(attaching, "CHECK_WITH_GRACE_S", 0.01)
+        monkeypatch.setattr(planner, "CHECK_WITH_GRACE_S", 0.01)
         store, model = Store(a=False), record("a")
         model.proven("a", ACCESS["a"])
         store.silent.clear()

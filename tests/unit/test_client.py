@@ -14,9 +14,9 @@ from cluster import client
 from cluster.client import load_on
 from cluster.errors import ConfigError
 from cluster.joining.patience import UNLIMITED
+from cluster.model import load_in_thread
 from cluster.options import LoadOptions
 from cluster.planning import preview
-from cluster.public_functions import load_in_thread
 from cluster.request import make_request
 from storage.checkpoints.manifest import MANIFEST_KEY
 from tests.support.checkpoints import write_tiny_llama

@@ -12,7 +12,7 @@ from cluster.errors import ConfigError, LayoutError
 from cluster.layouts.mesh import Layout, RankCoords
 from cluster.layouts.rules import parse_rules
 from cluster.planning.make_plan import build_load_plan, needed_chunks
-from cluster.planning.rank_plans import rank_facts
+from cluster.planning.packed_plan import rank_facts
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import as_bf16, carry_out, random_arrays, store_arrays
 

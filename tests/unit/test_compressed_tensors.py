@@ -11,9 +11,8 @@ import pytest
 from cluster.errors import LayoutError
 from cluster.layouts.layout import decide_layout
 from cluster.layouts.mesh import Layout
-from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.model_config import ModelConfig, QuantizationConfig
 from cluster.layouts.rules import parse_rules
-from cluster.precision.quantization_config import QuantizationConfig
 from storage.checkpoints.model_index import Tensor
 from tests.support.quantized_models import Array, Stored, ends_of, load_parts, named, plain_region, take_region
 

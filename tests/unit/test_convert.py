@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.devices import convert as convert_module
-from actors.devices.convert import convert
-from actors.handover.tensor_views import torch_dtype
+from actors.devices.convert import convert, torch_dtype
 from cluster.layouts.region import Region, whole
 from cluster.planning.plan import StagedTensor, TensorSlice
 from cluster.precision.recipes import SCHEMES, Recipe, outputs_of, read_region

@@ -19,9 +19,8 @@ from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.planning.make_plan import build_load_plan
-from cluster.planning.packed_plan import pack_shared, unpack_shared
+from cluster.planning.packed_plan import pack_shared, rank_facts, unpack_shared
 from cluster.planning.plan import LoadPlan, StagedTensor, TensorSlice
-from cluster.planning.rank_plans import rank_facts
 from cluster.precision.recipes import Precision
 from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model

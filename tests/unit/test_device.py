@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from actors.devices import convert
+from actors.devices.convert import torch_dtype
 from actors.devices.cpu_device import CpuDevice
 from actors.devices.device import open_device
-from actors.handover import tensor_views
-from actors.handover.tensor_views import torch_dtype
 from actors.shard import RankShard
 from cluster.errors import DeviceUnavailable, DoesNotFit
 from cluster.planning.plan import LoadPlan
@@ -62,9 +62,9 @@ def test_every_dtype_has_its_torch_dtype_and_its_bytes(tmp_path):
 
 
 def test_a_dtype_that_torch_lacks_is_returned_as_bytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(tensor_views._TORCH_NAMES, "F8_E8M0", "float8_of_tomorrow")
+    monkeypatch.setitem(convert._TORCH_NAMES, "F8_E8M0", "float8_of_tomorrow")
     assert torch_dtype("F8_E8M0", (2, 3)) == (torch.uint8, (2, 3))
-    monkeypatch.setitem(tensor_views._TORCH_NAMES, "F64", "")
+    monkeypatch.setitem(convert._TORCH_NAMES, "F64", "")
     assert torch_dtype("F64", (2, 3)) == (torch.uint8, (2, 24))
     assert torch_dtype("F64", ()) == (torch.uint8, (8,))
 

@@ -19,9 +19,9 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.options import LoadOptions
 from cluster.planning.make_plan import build_load_plan
+from cluster.planning.packed_plan import rank_facts
 from cluster.planning.plan import LoadPlan
 from cluster.planning.plan_summary import summarize_plan
-from cluster.planning.rank_plans import rank_facts
 from cluster.precision.recipes import Precision
 from cluster.request import make_request
 from tests.support.plan_oracle import check_plan

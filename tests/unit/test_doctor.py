@@ -17,7 +17,7 @@ import pytest
 
 from cluster.command_line.cli import main
 from cluster.config import Config
-from cluster.doctor import doctor, host_checks, store_checks
+from cluster.doctor import doctor, host_checks
 from cluster.doctor.doctor import guarded, run_checks
 from cluster.doctor.host_checks import Check
 from longshore.installation import probe
@@ -74,7 +74,7 @@ def test_an_error_of_ours_keeps_its_hint() -> None:
 
 
 def test_every_group_runs_after_any_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_checks, host_checks, doctor, store_checks):
+    for module in (host_checks, doctor):
         for name in [name for name in vars(module) if name.startswith("check_") and name != "check_settings"]:
             monkeypatch.setattr(module, name, lambda *_, **__: 1 / 0)
     checks = run_checks()
@@ -99,7 +99,7 @@ def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_unknown_variable_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_checks, doctor, store_checks):
+    for module in (host_checks, doctor):
         for name in [name for name in vars(module) if name.startswith("check_") and name != "check_settings"]:
             monkeypatch.setattr(module, name, lambda *_, **__: [])
     monkeypatch.setenv("LONGSHORE_CHUNK_SIZE", "8MiB")
@@ -274,7 +274,7 @@ def test_a_real_cluster_is_probed_node_by_node() -> None:
 
 
 def test_without_a_uri_no_store_is_checked() -> None:
-    assert outcomes(store_checks.check_store(None, {})) == {"store": "skip"}
+    assert outcomes(host_checks.check_store(None, {})) == {"store": "skip"}
 
 
 @pytest.mark.parametrize(
@@ -287,11 +287,11 @@ def test_without_a_uri_no_store_is_checked() -> None:
     ],
 )
 def test_the_contents_of_a_store_are_reported(objects: dict[str, bytes], expected: dict[str, str]) -> None:
-    assert outcomes(store_checks.check_objects(MemoryStore(objects))) == expected
+    assert outcomes(host_checks.check_objects(MemoryStore(objects))) == expected
 
 
 def test_a_missing_store_is_reported() -> None:
-    checks = guarded("store", lambda: store_checks.check_store("/no/such/folder", {}))
+    checks = guarded("store", lambda: host_checks.check_store("/no/such/folder", {}))
     assert outcomes(checks) == {"store": "fail"}
     assert "/no/such/folder" in checks[0].detail
 
@@ -318,9 +318,9 @@ def dated_server() -> Iterator[tuple[str, dict[str, float]]]:
 @pytest.mark.slow
 def test_clocks_are_compared_even_when_the_request_is_refused(dated_server: tuple[str, dict[str, float]]) -> None:
     url, clock = dated_server
-    assert store_checks.check_clock(url).outcome == "ok"
+    assert host_checks.check_clock(url).outcome == "ok"
     clock["ahead_s"] = 3600
-    check = store_checks.check_clock(url)
+    check = host_checks.check_clock(url)
     assert check.outcome == "fail"
     assert "behind the store" in check.detail
 
@@ -328,7 +328,7 @@ def test_clocks_are_compared_even_when_the_request_is_refused(dated_server: tupl
 def test_the_clock_check_is_skipped_without_an_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert store_checks.check_clock(f"http://127.0.0.1:{port}").outcome == "skip"
+    assert host_checks.check_clock(f"http://127.0.0.1:{port}").outcome == "skip"
 
 
 # the verb

@@ -15,9 +15,8 @@ import pytest
 from cluster.command_line.cli import main
 from cluster.doctor import doctor, node_checks
 from cluster.doctor.doctor import run_checks
-from cluster.doctor.host_checks import Check
+from cluster.doctor.host_checks import MOST_READ_BYTES, THREADS, Bandwidth, Check, measure_bandwidth
 from cluster.doctor.node_checks import NodeLook, bandwidth_here, look_at_node
-from cluster.doctor.store_checks import MOST_READ_BYTES, THREADS, Bandwidth, measure_bandwidth
 from cluster.joining import node_tasks
 from storage.errors import AccessDenied, StoreError
 from storage.stores.object_store import ByteRange, MemoryStore

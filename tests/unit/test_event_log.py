@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.scheduling import load_state as ev
 from cluster.scheduling.load_state import Life, LoadState, advance
-from cluster.telemetry.event_log import MAX_TEXT, EventLog
+from cluster.telemetry.chunk_map import MAX_TEXT, EventLog
 
 
 def story(log: EventLog, *events: ev.Event, ranks: int = 2) -> Life:

@@ -8,8 +8,7 @@ from cluster.errors import LayoutError
 from cluster.layouts.families import TABLES
 from cluster.layouts.layout import decide_layout, expert_number
 from cluster.layouts.mesh import Layout
-from cluster.layouts.rules import parse_rules
-from cluster.layouts.tensor_cut import experts_of
+from cluster.layouts.rules import experts_of, parse_rules
 from storage.checkpoints.model_index import Tensor
 
 

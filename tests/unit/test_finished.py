@@ -1,4 +1,4 @@
-"""`actors.coordination.tending`: a creating step is never interrupted, however often it is cancelled."""
+"""`actors.coordination.spawn`: a creating step is never interrupted, however often it is cancelled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from actors.coordination.tending import alongside, finished
+from actors.coordination.spawn import alongside, finished
 
 
 @pytest.mark.parametrize("cancellations", [1, 2, 3])

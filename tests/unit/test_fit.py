@@ -17,7 +17,7 @@ from cluster.fit.needs import check_fit, gpu_bytes, host_bytes, min_slots, plann
 from cluster.fit.options import FitOptions
 from cluster.layouts.mesh import Layout
 from cluster.planning.make_plan import build_load_plan
-from cluster.planning.rank_plans import RankFacts, rank_facts
+from cluster.planning.packed_plan import RankFacts, rank_facts
 from cluster.scheduling.topology import NodeInfo
 from storage.checkpoints.model_index import ModelIndex, Shard, Tensor
 from storage.host.memory import GpuMemory

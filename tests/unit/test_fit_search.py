@@ -23,7 +23,7 @@ from cluster.fit.search import (
 )
 from cluster.layouts.mesh import MAX_RANKS, Layout
 from cluster.options import LoadOptions
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import RankFacts
 from cluster.precision.recipes import Precision
 from cluster.request import LoadRequest, make_request
 

@@ -357,12 +357,12 @@ IMPORTED_PACKAGES = {"blake3", "numpy", "xxhash"}
 IMPORTED = """
 actors actors.devices actors.devices.cpu_device actors.devices.device actors.gpu_worker actors.links actors.node
 actors.node.chunk_sources actors.rank actors.rank.chunk_fetcher actors.rank.chunk_placer actors.rank.executor
-actors.rank.loader actors.rank.rank_work actors.rank.state actors.shard
+actors.rank.loader actors.rank.loader actors.rank.state actors.shard
 cluster cluster.argument_types cluster.errors cluster.fit cluster.fit.device_map cluster.joining
 cluster.joining.node_tasks cluster.layouts cluster.layouts.families cluster.layouts.layout cluster.layouts.mesh
-cluster.layouts.region cluster.layouts.rules cluster.layouts.tensor_cut cluster.messages cluster.planning
-cluster.planning.cut_model cluster.planning.packed_plan cluster.planning.plan cluster.planning.rank_plans
-cluster.planning.read_items cluster.precision cluster.precision.quantized_rules
+cluster.layouts.region cluster.layouts.rules cluster.layouts.rules cluster.messages cluster.planning
+cluster.planning.cut_model cluster.planning.packed_plan cluster.planning.plan cluster.planning.packed_plan
+cluster.planning.read_items cluster.precision cluster.precision.quantized_tensors
 cluster.precision.quantized_tensors cluster.precision.recipes cluster.scheduling cluster.scheduling.concurrency
 cluster.scheduling.retry cluster.telemetry cluster.telemetry.logs cluster.telemetry.stats cluster.units
 cluster.user_values
@@ -370,7 +370,7 @@ longshore longshore.installation
 storage storage.arena storage.arena.arena storage.arena.slots storage.checkpoints storage.checkpoints.amax
 storage.checkpoints.model_index storage.checkpoints.safetensors_header storage.checksum storage.disk
 storage.disk.files storage.errors storage.host storage.host.memory storage.host.processes storage.problems
-storage.store_ref storage.stores storage.stores.connections storage.stores.local storage.stores.object_store
+storage.store_ref storage.stores storage.stores.requests storage.stores.local storage.stores.object_store
 storage.stores.open_store storage.stores.requests
 """
 STARTING = """

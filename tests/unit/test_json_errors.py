@@ -17,7 +17,7 @@ from cluster.command_line.cli import main
 from cluster.command_line.help_texts import PAGES
 from cluster.errors import ClusterLost, ConfigError, NoCoordinator
 from cluster.joining.patience import Terminated
-from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.chunk_map import LoadEvent
 
 ROOT = Path(__file__).parents[2]
 

@@ -43,7 +43,6 @@ AT_MODULE_LEVEL = {
         "actors/devices/cuda_device",
         "actors/handover/modules",
         "actors/handover/module_places",
-        "actors/handover/tensor_views",
         "actors/reader/lazy_tensor",
         "engines/transformers",
         "engines/vllm",

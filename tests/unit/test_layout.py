@@ -16,8 +16,7 @@ from cluster.layouts.layout import decide_layout
 from cluster.layouts.mesh import Layout, RankCoords
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.region import Region
-from cluster.layouts.rules import FAMILIES, Rule, Rules, parse_rules
-from cluster.layouts.tensor_cut import WHOLE, Block, TensorCut, region_of
+from cluster.layouts.rules import FAMILIES, WHOLE, Block, Rule, Rules, TensorCut, parse_rules, region_of
 from storage.checkpoints.model_index import Tensor
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=2, hidden_size=32)

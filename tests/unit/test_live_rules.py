@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster import request
 from cluster.errors import LayoutError, UnknownFamily
-from cluster.layouts import live_rules
 from cluster.layouts.families import rows_of_plan
-from cluster.layouts.live_rules import live_rows, with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import FAMILIES as TABLES
 from cluster.layouts.rules import MAX_RULES, Rule, Rules, parse_rules, rules_for
 from cluster.options import LoadOptions
 from cluster.planning import preview
-from cluster.request import LoadRequest, make_request
+from cluster.request import LoadRequest, live_rows, make_request, with_live_rules
 from tests.support.family_checkpoints import SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import DENSE_SIZES, TinyFamily, save_model
 
@@ -194,7 +193,7 @@ def unknown(folder: Path, family: str) -> Path:
 
 
 def test_without_transformers_the_error_names_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(request, "find_spec", lambda name: None)
     before = set(sys.modules)
     with pytest.raises(UnknownFamily) as caught:
         preview.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
@@ -209,8 +208,8 @@ def test_a_broken_transformers_is_reported(tmp_path: Path, monkeypatch: pytest.M
     def broken(*names: str) -> None:
         raise ImportError("tokenizers is too old")
 
-    monkeypatch.setattr(live_rules, "find_spec", lambda name: True)
-    monkeypatch.setattr(live_rules, "live_rows", broken)
+    monkeypatch.setattr(request, "find_spec", lambda name: True)
+    monkeypatch.setattr(request, "live_rows", broken)
     with pytest.raises(UnknownFamily, match=r"cannot be read \(ImportError: tokenizers is too old"):
         preview.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
 

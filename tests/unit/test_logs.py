@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.scheduling.load_state import Life, LoadState
-from cluster.telemetry.event_log import EventLog
+from cluster.telemetry.chunk_map import EventLog
 from cluster.telemetry.logs import ROOT, JsonFormatter, LogFields, TextFormatter, configure_logs, log_events
 from storage.problems import without_secrets
 from storage.stores.object_store import MemoryStore

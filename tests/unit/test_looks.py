@@ -29,7 +29,7 @@ from cluster.command_line.watch_view import Happened, JsonWatch, LineWatch, Look
 from cluster.errors import ClusterLost, ModelNotFound, NoCoordinator
 from cluster.layouts.mesh import Layout
 from cluster.telemetry import process_logs
-from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.chunk_map import LoadEvent
 from cluster.telemetry.process_logs import LogLine
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus
 from cluster.telemetry.stats import RankStatus

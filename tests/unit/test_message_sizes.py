@@ -15,9 +15,8 @@ from cluster.config import Config
 from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.options import LoadOptions
-from cluster.planning.packed_plan import pack_shared
+from cluster.planning.packed_plan import pack_shared, rank_facts
 from cluster.planning.plan import LoadPlan
-from cluster.planning.rank_plans import rank_facts
 from cluster.request import make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life

@@ -12,7 +12,7 @@ from cluster.errors import ConfigError, DoesNotFit, DoesNotFitNow, NotEnoughReso
 from cluster.fit.needs import WORKER_BYTES
 from cluster.fit.options import DeviceMapOptions, FitOptions
 from cluster.layouts.mesh import Layout
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import RankFacts
 from cluster.scheduling.topology import NodeInfo, assign_gpus
 from cluster.scheduling.warm_pool import IdleWorkerGroup, choose
 from storage.host.memory import GpuMemory, MemoryPool

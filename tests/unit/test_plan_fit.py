@@ -32,7 +32,7 @@ from cluster.layouts.model_config import ModelConfig
 from cluster.options import LoadOptions
 from cluster.planning.cut_model import CutModel
 from cluster.planning.make_plan import build_load_plan, plan_changes
-from cluster.planning.rank_plans import RankFacts, rank_facts
+from cluster.planning.packed_plan import RankFacts, rank_facts
 from cluster.request import LoadRequest, make_request
 from storage.checkpoints.model_index import ModelIndex
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays

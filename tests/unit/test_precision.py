@@ -20,8 +20,8 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import parse_rules
 from cluster.planning.make_plan import build_load_plan, overfetch_bytes
+from cluster.planning.packed_plan import rank_facts
 from cluster.planning.plan import LoadPlan
-from cluster.planning.rank_plans import rank_facts
 from cluster.planning.read_items import ALIGNMENT_BYTES
 from cluster.precision.recipes import SCHEMES, Precision, Recipe, decide_recipes, make_precision
 from storage.checkpoints.model_index import Tensor

@@ -17,7 +17,7 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.options import LoadOptions
 from cluster.planning.make_plan import plan_changes, plan_model, prepare_plan, still_current
-from cluster.planning.rank_plans import rank_facts
+from cluster.planning.packed_plan import rank_facts
 from cluster.request import LoadRequest, make_request
 from cluster.units import show_bytes
 from storage.errors import (

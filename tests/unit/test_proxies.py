@@ -20,9 +20,9 @@ import pytest
 
 from storage.errors import InvalidUri, ProxyRefused, StoreError, StoreUnavailable
 from storage.store_ref import Credentials, StoreRef
-from storage.stores.connections import Proxy, find_proxy
 from storage.stores.fsspec_store import FsspecStore
 from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.requests import Proxy, find_proxy
 from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates
 from tests.support.http_servers import serving

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from cluster.errors import ModelConfigError
-from cluster.layouts.model_config import parse_model_config
-from cluster.precision.quantization_config import MAX_SCHEMES, METHODS, Family, QuantizationConfig
+from cluster.layouts.model_config import MAX_SCHEMES, METHODS, Family, QuantizationConfig, parse_model_config
 
 
 def parse(fields: Mapping[str, object]) -> QuantizationConfig | None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from actors.handover.tensor_views import torch_dtype
+from actors.devices.convert import torch_dtype
 from cluster.layouts.mesh import Layout
 from cluster.planning.make_plan import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision, decide_recipes

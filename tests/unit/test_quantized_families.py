@@ -11,8 +11,8 @@ import pytest
 
 from cluster.layouts.layout import decide_layout
 from cluster.layouts.mesh import Layout
-from cluster.layouts.tensor_cut import region_of
-from cluster.precision.quantization_config import QuantizationConfig
+from cluster.layouts.model_config import QuantizationConfig
+from cluster.layouts.rules import region_of
 from storage.checkpoints.model_index import Tensor
 from tests.support.family_checkpoints import SavedFamily
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES

@@ -11,8 +11,7 @@ from safetensors.numpy import save
 from cluster.layouts.layout import decide_layout
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import parse_model_config
-from cluster.layouts.rules import rules_for
-from cluster.layouts.tensor_cut import region_of
+from cluster.layouts.rules import region_of, rules_for
 from storage.checkpoints.model_index import Tensor
 from storage.stores.object_store import MemoryStore
 from tests.support.local_node import local_node, plan_of

@@ -12,8 +12,7 @@ from cluster.errors import LayoutError
 from cluster.layouts.layout import decide_layout
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.layouts.rules import Rules, parse_rules
-from cluster.layouts.tensor_cut import region_of
+from cluster.layouts.rules import Rules, parse_rules, region_of
 from storage.checkpoints.model_index import Tensor
 from tests.support.quantized_models import config_of
 

@@ -10,9 +10,8 @@ from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import parse_rules
 from cluster.planning.cut_model import CutModel
 from cluster.planning.make_plan import build_load_plan, needed_chunks
-from cluster.planning.packed_plan import pack_shared, unpack_shared
+from cluster.planning.packed_plan import KEPT_PLANS, pack_shared, plan_rank, rank_chunks, rank_facts, unpack_shared
 from cluster.planning.plan import LoadPlan
-from cluster.planning.rank_plans import KEPT_PLANS, plan_rank, rank_chunks, rank_facts
 from cluster.planning.read_items import expand_read_items, find_patterns, source_patterns
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
@@ -100,6 +99,6 @@ def test_an_index_error_in_a_plan_does_not_end_iteration(monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise IndexError("out of a shape")
 
-    monkeypatch.setattr("cluster.planning.rank_plans.plan_rank", fail)
+    monkeypatch.setattr("cluster.planning.packed_plan.plan_rank", fail)
     with pytest.raises(IndexError, match="out of a shape"):
         list(plan.ranks)

@@ -10,8 +10,7 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.coordination.model_record import ModelRecord, Placement
 from cluster.layouts.mesh import Layout
-from cluster.planning.packed_plan import PackedPlan
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import PackedPlan, RankFacts
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling import load_state as ev

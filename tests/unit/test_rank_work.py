@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from actors.rank.chunk_fetcher import ChunkFetcher
-from actors.rank.rank_work import RankWork
+from actors.rank.loader import RankWork
 from actors.rank.state import FetchedChunk, Next, RankIdentity, RankState
 from cluster.errors import LoadCancelled
 from cluster.messages import Commit, JoinReply, LeaseOrder, Orders

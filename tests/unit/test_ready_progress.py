@@ -9,8 +9,7 @@ from actors.coordination.model_record import ModelRecord, Placement
 from cluster.client import wait_until_ready
 from cluster.joining.patience import UNLIMITED
 from cluster.layouts.mesh import Layout
-from cluster.planning.packed_plan import PackedPlan
-from cluster.planning.rank_plans import RankFacts
+from cluster.planning.packed_plan import PackedPlan, RankFacts
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders

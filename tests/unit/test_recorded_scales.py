@@ -16,8 +16,8 @@ from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import Rules, parse_rules
 from cluster.planning import make_plan
 from cluster.planning.make_plan import build_load_plan, overfetch_bytes
+from cluster.planning.packed_plan import rank_facts
 from cluster.planning.plan import LoadPlan
-from cluster.planning.rank_plans import rank_facts
 from cluster.precision.recipes import Amax, Precision
 from storage.checkpoints.model_index import Tensor
 from storage.publishing.one_object import AmaxScan

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from actors.rank.chunk_placer import Staging
 from cluster.layouts.mesh import Layout
 from cluster.planning.make_plan import build_load_plan
+from cluster.planning.packed_plan import rank_facts, staging_room
 from cluster.planning.plan import LoadPlan
-from cluster.planning.rank_plans import rank_facts, staging_room
 from cluster.planning.read_items import expand_read_items
 from cluster.precision.recipes import Precision
 from tests.support.planned_models import store_arrays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from actors.handover.tensor_views import tensor_views
+from actors.devices.convert import tensor_views
 from cluster.layouts.region import Region
 from cluster.planning.plan import TensorSlice
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from cluster.layouts.families import CONFIG_DEFAULTS
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import FAMILIES as TABLES
-from cluster.layouts.rules import Rule
-from cluster.layouts.tensor_cut import experts_of
+from cluster.layouts.rules import Rule, experts_of
 from tests.support.family_checkpoints import SavedFamily, needs_transformers
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES, make_tiny
 

@@ -18,7 +18,7 @@ from cluster import client
 from cluster.client import generate_key, sign
 from cluster.command_line.cli import main
 from cluster.config import Config, TrustPolicy
-from cluster.doctor.store_checks import check_store
+from cluster.doctor.host_checks import check_store
 from cluster.errors import ConfigError
 from cluster.options import LoadOptions
 from cluster.planning import preview

@@ -31,9 +31,8 @@ from storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from storage.stores.connections import Proxy, proxy_refusal
 from storage.stores.object_store import ByteRange, ObjectInfo
-from storage.stores.requests import PASSING, passing_refusal
+from storage.stores.requests import PASSING, Proxy, passing_refusal, proxy_refusal
 
 MAX_ERROR_BODY_BYTES = 64 << 10  # read at most this much of the body of an error
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from storage.errors import AccessDenied, CredentialsExpired, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
 from storage.store_ref import Credentials, StoreRef
-from storage.stores.connections import find_proxy
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
-from storage.stores.requests import ReadLimit
+from storage.stores.requests import ReadLimit, find_proxy
 from storage.stores.s3.answers import (
     asking,
     checksums_of_head,

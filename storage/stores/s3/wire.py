@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from storage.errors import ReadEnded, ShortRead, StoreError, StoreUnavailable
-from storage.stores.connections import Proxy, host_and_port, proxy_refusal, tls_context
 from storage.stores.object_store import ByteRange
-from storage.stores.requests import ReadLimit
+from storage.stores.requests import Proxy, ReadLimit, host_and_port, proxy_refusal, tls_context
 from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES, check_answer, connection_error, head_of, refusal
 
 _MIN_RATE_BYTES_PER_S = 64 << 10  # a body with a lower average rate counts as stuck
