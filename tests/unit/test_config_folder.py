@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -76,12 +77,12 @@ def test_a_folder_is_made_once(llama: Path):
 
 def test_several_processes_make_one_folder(llama: Path, monkeypatch: pytest.MonkeyPatch):
     found: list[str] = []
-    exists = os.path.exists
+    exists, looks = os.path.exists, itertools.count()
 
-    def looks_late(path: str) -> bool:  # the others finish between a look and what follows from it
+    def looks_late(path: str) -> bool:  # others finish between a look and what follows from it
         there = exists(path)
-        if not there:
-            time.sleep(0.05)
+        if not there and path.endswith(SOURCE_KEY):
+            time.sleep(0.1 * next(looks))
         return there
 
     monkeypatch.setattr(os.path, "exists", looks_late)
