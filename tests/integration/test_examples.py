@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.hf_models import make_tiny, save_tiny
 from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, Longshore
@@ -21,11 +22,11 @@ EXAMPLES = REPOSITORY / "examples"
 TIMEOUT_S = 500
 
 
-def run(longshore: Longshore, *command: str) -> str:
-    """Run the example and return its output."""
+def run(*command: str, address: str = "") -> str:
+    """Run the example and return its output. `address`: of a Ray cluster."""
     there = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(REPOSITORY), *([there] if there else [])])
-    ours = {"RAY_ADDRESS": longshore.address, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ours = {"RAY_ADDRESS": address, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=REPOSITORY,
@@ -44,27 +45,53 @@ def model_of(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
+def write_on(folder: Path, count: int) -> list[int]:
+    """Return the tokens that the model writes after 5, 9, 7."""
+    ids = torch.tensor([[5, 9, 7]])
+    model = model_of(folder)
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(dim=-1)], dim=1)
+    return ids[0, 3:].tolist()
+
+
+def written(said: str) -> list[int]:
+    return [int(token) for token in said.rpartition("written:")[2].split()]
+
+
 @pytest.mark.parametrize(("family", "tp"), [("mixtral", "1"), ("llama", "2")])
 def test_transformers_forward(longshore: Longshore, tmp_path: Path, family: str, tp: str) -> None:
     make_tiny(family).float().save_pretrained(tmp_path)  # so that sums in another order change no choice
     example = (str(EXAMPLES / "transformers_forward.py"), str(tmp_path))
-    said = run(longshore, *example, "--device", "cpu", "--tp", tp, "--count", "4", "--tokens", "5", "9", "7")
-    written = [int(token) for token in said.rpartition("written:")[2].split()]
-    ids = torch.tensor([[5, 9, 7]])
-    model = model_of(tmp_path)
-    with torch.no_grad():
-        for _ in range(4):
-            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(dim=-1)], dim=1)
-    assert written == ids[0, 3:].tolist()
+    options = ("--device", "cpu", "--tp", tp, "--count", "4", "--tokens", "5", "9", "7")
+    assert written(run(*example, *options, address=longshore.address)) == write_on(tmp_path, 4)
     assert not longshore.models()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_transformers_from_store(tmp_path: Path, tp: int) -> None:
+    make_tiny("llama").float().save_pretrained(tmp_path)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)] if tp > 1 else []
+    example = [str(EXAMPLES / "transformers_from_store.py"), str(tmp_path), "--tp", str(tp), "--device", "cpu"]
+    said = run(*launch, *example, "--count", "4", "--tokens", "5", "9", "7")
+    assert written(said) == write_on(tmp_path, 4)
+
+
+def test_read_tensors(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    lines = run(str(EXAMPLES / "read_tensors.py"), str(tmp_path)).splitlines()
+    tensors = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    expected = {f"{name} {list(tensor.shape)} {tensor.float().norm():.4g}" for name, tensor in tensors.items()}
+    assert set(lines[:-1]) == expected
+    assert lines[-1].startswith("read ")
 
 
 def test_fsdp2(longshore: Longshore, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path, vocab_size=97)  # rows that two cannot share evenly
     said = run(
-        longshore,
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(str(EXAMPLES / "fsdp2.py"), str(tmp_path)),
+        address=longshore.address,
     )
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([0-9.]+)", said)]
     ids = torch.arange(1, 33)[None]

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,20 +30,7 @@ MODELS = {
     "qwen3_moe": {"num_key_value_heads": 2},
     "phi3": {},  # q, k and v in one, gate and up in one
 }
-GENERATE = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    folder, load_format, ranks = sys.argv[1:]
-    llm = LLM(
-        model=folder, load_format=load_format, tensor_parallel_size=int(ranks), skip_tokenizer_init=True,
-        enforce_eager=True, max_model_len=64, dtype="bfloat16", kv_cache_memory_bytes=64 << 20,
-    )
-    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
-    (found,) = llm.generate([{"prompt_token_ids": [1, 5, 7, 9]}], sampling)
-    print("TOKENS", json.dumps(list(found.outputs[0].token_ids)))
-"""
+OPTIONS = {"enforce_eager": True, "max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +44,10 @@ def python() -> Path:
 
 
 class Engine:
-    """Starts vLLM with models of a store."""
+    """Runs the example with models of a store."""
 
     def __init__(self, python: Path, folder: Path, variables: Mapping[str, str]) -> None:
         self.python, self.folder = python, folder
-        self.script = folder / "generate.py"
-        self.script.write_text(textwrap.dedent(GENERATE))
         (folder / "run").mkdir(mode=0o700)
         self.variables = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -74,10 +58,14 @@ class Engine:
             **variables,
         }
 
-    def start(self, model: str | Path, load_format: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    def start(
+        self, model: str | Path, load_format: str, ranks: int = 1, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        options = json.dumps({**OPTIONS, "load_format": load_format, "tensor_parallel_size": ranks})
+        said = ("--tokens", "1", "5", "7", "9", "--count", "8", "--options", options)
         return subprocess.run(
-            [self.python, self.script, str(model), load_format, str(ranks)],
-            env={**os.environ, **self.variables},
+            [self.python, REPOSITORY / "examples/vllm_generate.py", str(model), *said],
+            env={**os.environ, **self.variables, **variables},
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -85,13 +73,12 @@ class Engine:
             check=False,
         )
 
-    def tokens(self, model: str | Path, load_format: str, ranks: int = 1) -> list[int]:
-        done = self.start(model, load_format, ranks)
+    def tokens(self, model: str | Path, load_format: str, ranks: int = 1, **variables: str) -> list[int]:
+        done = self.start(model, load_format, ranks, **variables)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        found = re.search(r"^TOKENS (.*)$", done.stdout, re.MULTILINE)
+        found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
         assert found is not None, done.stdout[-3000:]
-        tokens: list[int] = json.loads(found[1])
-        return tokens
+        return [int(token) for token in found[1].split()]
 
 
 @pytest.fixture
@@ -122,9 +109,8 @@ def test_tokens_are_those_of_vllms_own_loader(
 ) -> None:
     model = stored(s3_server, tmp_path / family, family)
     with CountingProxy(s3_server.endpoint_url) as proxy:
-        folder = config_folder(model, proxy, tmp_path / "config")
-        proxy.clear()
-        ours = engine.tokens(folder, "longshore", ranks)
+        store = {"AWS_ENDPOINT_URL": proxy.endpoint_url, "AWS_DEFAULT_REGION": s3_server.region}
+        ours = engine.tokens(model.uri, "longshore", ranks, **store)
         read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
     weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
     assert len(weights) == len(set(weights)) > 0  # each chunk once, whatever the number of ranks
