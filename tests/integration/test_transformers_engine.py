@@ -129,6 +129,44 @@ def test_typed_errors(tmp_path: Path) -> None:
         from_pretrained(folder, settings=SETTINGS)
 
 
+PEAK = """
+import json, os, sys
+from cluster.config import Config
+from engines.transformers import from_pretrained
+from storage.host.memory import high_water_bytes, reset_high_water
+
+settings = Config.model_validate(json.loads(os.environ["SETTINGS"]))
+from_pretrained(sys.argv[1], settings=settings)  # so that imports and allocators have what they need
+reset_high_water()
+before_bytes = high_water_bytes()
+model = from_pretrained(sys.argv[2], settings=settings)
+print(high_water_bytes() - before_bytes, sum(value.nbytes for value in model.state_dict().values()))
+"""
+
+
+def test_memory_is_at_most_the_model_and_the_window(tmp_path: Path) -> None:
+    small, large = save("llama", tmp_path / "small"), tmp_path / "large"
+    settings = Config(arena_bytes=96 << 20, slot_bytes=4 << 20, chunk_bytes=4 << 20, window_bytes=32 << 20)
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
+    make_tiny("llama", **sizes).save_pretrained(large, max_shard_size="50MB")
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(small), str(large)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "SETTINGS": settings.model_dump_json(exclude_unset=True),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    peak_bytes, model_bytes = map(int, done.stdout.split()[-2:])
+    assert model_bytes > 100 << 20
+    assert peak_bytes < model_bytes + (32 << 20) + (32 << 20)  # the window, and all else
+
+
 RANK = """
 import hashlib, json, os, sys
 import torch, torch.distributed as dist
