@@ -41,6 +41,7 @@ from storage.problems import quote
 from storage.stores.open_store import open_store
 
 SOURCE_KEY = "longshore.json"
+LOAD_FORMAT = "longshore"  # of vLLM (`engines.vllm`)
 MAX_FILE_BYTES = 64 << 20  # of one file; a large tokenizer.json has 35 MB
 MAX_TOTAL_BYTES = 256 << 20
 MAX_SOURCE_BYTES = 64 << 10
@@ -48,7 +49,7 @@ MAX_SOURCE_BYTES = 64 << 10
 SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")
 CODE = ".py"
 _WEIGHT_INDEX = re.compile(r".*\.(?:safetensors|bin|pt|msgpack)\.index\.json")
-_OPTIONS = ("endpoint_url", "region", "profile", "anonymous", "trusted_keys", "signed_name")
+OPTIONS = ("endpoint_url", "region", "profile", "anonymous", "trusted_keys", "signed_name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def config_folder(
         trust=TrustPolicy.of(own),
         with_config=False,
     )
-    given = {name: getattr(options, name) for name in _OPTIONS}
+    given = {name: getattr(options, name) for name in OPTIONS}
     kept = {name: _plain(value) for name, value in given.items() if value not in (None, False)}
     source = ModelSource(request.uri, index.revision, kept)
     files = _wanted(index.files, code=code, uri=request.uri)
@@ -173,7 +174,7 @@ def read_source(folder: str | os.PathLike[str]) -> ModelSource | None:
         raise ConfigError(
             "the file is not as `longshore config-folder` writes it", hint="make the folder anew", path=path
         )
-    unknown = set(found["options"]) - set(_OPTIONS)
+    unknown = set(found["options"]) - set(OPTIONS)
     if unknown:
         raise ConfigError(f"unknown options: {', '.join(map(quote, sorted(unknown)))}", path=path)
     return ModelSource(found["model_uri"], found["revision"], found["options"])

@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +26,13 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
-from cluster.small_files import ModelSource, read_source
+from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
 from storage.errors import LongshoreError
 from storage.problems import MAX_LISTED, quote
 
-FORMAT = "longshore"
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("vllm.longshore")  # so that lines appear in vLLM's own log
-_KEYS = {"model_uri", "revision", "endpoint_url", "region", "profile", "anonymous", "trusted_keys", "signed_name"}
+_KEYS = {"model_uri", "revision", *OPTIONS}
 
 
 def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
@@ -127,18 +128,25 @@ def secondary_weights(model: torch.nn.Module, model_config: ModelConfig) -> Iter
         yield from loader._get_weights_iterator(other)
 
 
+@cache  # a draft model is loaded later, by some of the workers only: they could not ask all
 def group_of_engine() -> dict[str, Any]:
     """Return the arguments by which the workers of this engine on this machine read as one group."""
     from vllm.config import get_current_vllm_config
     from vllm.distributed.parallel_state import get_world_group
 
     world = get_world_group()
-    parallel = get_current_vllm_config().parallel_config
-    members = int(getattr(parallel, "local_world_size", 0) or world.world_size)
-    if members < 2:
+    if world.world_size < 2:
         return {}
     engine = getattr(get_current_vllm_config(), "instance_id", "") or f"children of {os.getppid()}"
-    return {"group": f"vllm {engine}", "member": int(world.local_rank) % members, "members": members}
+    # Where Ray starts the workers, none of them knows how many are on its machine. So they tell each other what those
+    # that can share memory have in common: the engine, the machine and the PID namespace.
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    here, places = f"{engine} {machine} {os.stat('/proc/self/ns/pid').st_ino}", [""] * world.world_size
+    torch.distributed.all_gather_object(places, here, group=world.cpu_group)
+    mine = [rank for rank, place in enumerate(places) if place == here]
+    if len(mine) < 2:
+        return {}
+    return {"group": f"vllm {engine}", "member": mine.index(world.rank_in_group), "members": len(mine)}
 
 
 def warn_of_version(version: str) -> None:
@@ -166,4 +174,4 @@ def log_report(opened: OpenModel, source: ModelSource) -> None:
     )
 
 
-register_model_loader(FORMAT)(LongshoreModelLoader)
+register_model_loader(LOAD_FORMAT)(LongshoreModelLoader)

@@ -19,6 +19,7 @@ _GROUP_ID = PrivateName("ray._raylet", "PlacementGroupID", "ending placement gro
 _ADDRESS = PrivateName("ray._private.services", "canonicalize_bootstrap_address", "finding a cluster on this machine")
 _HEADS = PrivateName("ray._private.services", "find_gcs_addresses", _ADDRESS.needed_for)
 _HEADS_CACHE = PrivateName("ray._private.services", "_cached_find_gcs_addresses.cache_clear", _ADDRESS.needed_for)
+_CALLBACK = PrivateName("ray.llm._internal.common.callbacks.base", "CallbackBase", "Ray Serve LLM with Longshore")
 NAMES = (
     _ACTORS,
     _FREE,
@@ -47,6 +48,12 @@ def available_resources_per_node() -> dict[str, dict[str, float]]:
 def placement_group_id(hex_id: str) -> Any:
     """Return Ray's id of a placement group, from its text in `placement_group_table`."""
     return _GROUP_ID.find().from_hex(hex_id)
+
+
+def serve_llm_callback() -> type[Any]:
+    """Return the base class of callbacks of Ray Serve LLM."""
+    found: type[Any] = _CALLBACK.find()
+    return found
 
 
 def logs_folder() -> str:

@@ -1,14 +1,20 @@
 """vLLM on the CPU with the load format "longshore", beside vLLM's own loader: the same tokens, each byte read once.
 
+Alone, and in a replica of Ray Serve LLM.
+
 vLLM runs in an environment of its own (`tests/engine_environments/make.sh vllm`), which the first test makes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
+import time
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +23,7 @@ import pytest
 
 import cluster
 from tests.support.counting_proxy import CountingProxy
+from tests.support.free_ports import free_ports
 from tests.support.hf_models import make_tiny
 from tests.support.stored_models import StoredModel, publish_to
 
@@ -115,6 +122,78 @@ def test_tokens_are_those_of_vllms_own_loader(
     weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
     assert len(weights) == len(set(weights)) > 0  # each chunk once, whatever the number of ranks
     assert ours == engine.tokens(tmp_path / family, "auto", ranks)
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """A tokenizer whose tokens are t0, t1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(size)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0")
+    made.save_pretrained(folder)
+
+
+def test_a_completion_of_ray_serve_llm(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    write_tokenizer(folder, 96)
+    model = stored(s3_server, folder, "llama")
+    (port,) = free_ports(1)
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        variables = {
+            "AWS_ENDPOINT_URL": proxy.endpoint_url,
+            "AWS_DEFAULT_REGION": s3_server.region,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAYLLM_ENABLE_WORKER_PROCESS_SETUP_HOOK": "0",
+            "HF_HOME": str(tmp_path / "hub"),
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        }
+        options = ["--options", json.dumps(OPTIONS), "--name", "tiny", "--port", str(port), "--cpus", "6"]
+        with open(tmp_path / "log", "wb") as log:
+            served = subprocess.Popen(
+                [engine.python, REPOSITORY / "examples/ray_serve_llm.py", model.uri, *options],
+                env={**os.environ, **engine.variables, **variables},
+                cwd=tmp_path,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            body = {"model": "tiny", "prompt": [1, 5, 7, 9], "max_tokens": 8, "temperature": 0}
+            more = {"ignore_eos": True, "return_token_ids": True}
+            answer = completion(f"http://127.0.0.1:{port}/v1/completions", {**body, **more}, served, tmp_path / "log")
+        finally:
+            served.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                served.wait(60)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(served.pid, signal.SIGKILL)
+        read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == engine.tokens(folder, "auto")
+    assert choice["text"].split() == [f"t{token}" for token in choice["token_ids"]]
+    weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
+    assert len(weights) == len(set(weights)) > 0
+    assert not list(tmp_path.glob("hub/**/*.safetensors"))
+
+
+def completion(url: str, body: dict[str, Any], served: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    """Ask until the service answers."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    give_up_s = time.monotonic() + 500
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except OSError as error:
+            ended = served.poll() is not None or time.monotonic() > give_up_s
+            if ended:
+                raise AssertionError(log.read_text(errors="replace")[-8000:]) from error
+        time.sleep(1)
 
 
 def test_weights_of_another_config_are_refused_by_name(engine: Engine, s3_server: Any, tmp_path: Path) -> None:

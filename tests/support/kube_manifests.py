@@ -26,6 +26,7 @@ RENDERED = (
     "overlays/gpu",
     "overlays/gpu-spot",
     "overlays/gpu-service",
+    "overlays/gpu-llm",
     "jobs/load",
     "jobs/load-cpu-dev",
 )

@@ -19,6 +19,7 @@ import yaml
 from cluster.config import ENV_PREFIX, Config
 from cluster.errors import ConfigError
 from cluster.joining.patience import RAY_LIMIT_VARIABLE
+from engines.ray_serve import ConfigFolder
 from serving.settings import ENV_PREFIX as SERVICE_PREFIX
 from serving.settings import TOKEN_VARIABLE as HTTP_TOKEN
 from serving.settings import ServingSettings
@@ -263,6 +264,19 @@ def commands_exist(manifests: list[Manifest]) -> Iterator[str]:
         yield from (f"{pod.where}: Ray has no option {option}" for option in used if option not in known)
 
 
+def engine_is_ours(manifest: Manifest) -> Iterator[str]:
+    """Ray Serve LLM has our callback, and an engine's ranks are on one machine, where they read each chunk once."""
+    spec = manifest["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    for config in application["args"]["llm_configs"]:
+        if config["callback_config"]["callback_class"] != f"{ConfigFolder.__module__}.{ConfigFolder.__qualname__}":
+            yield "RayService: Ray would download the weights"
+        if config["engine_kwargs"]["tensor_parallel_size"] != int(container["resources"]["limits"]["nvidia.com/gpu"]):
+            yield "RayService: an engine does not fill one machine"
+
+
 def service_is_ours(manifests: list[Manifest]) -> Iterator[str]:
     """A RayService runs our application with arguments that it accepts, and has a token."""
     for manifest in manifests:
@@ -270,6 +284,9 @@ def service_is_ours(manifests: list[Manifest]) -> Iterator[str]:
             continue
         (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
         module, _, name = application["import_path"].partition(":")
+        if module == "ray.serve.llm":
+            yield from engine_is_ours(manifest)
+            continue
         source = ROOT.joinpath(*module.split(".")).with_suffix(".py")  # read, not imported: it brings all of Ray Serve
         if not source.exists() or name not in [
             getattr(node, "name", "") for node in ast.parse(source.read_text()).body
@@ -335,10 +352,10 @@ def test_jobs_use_the_cluster_of_the_overlays() -> None:
             assert only(render(overlay), "RayCluster")["metadata"]["name"] == asked
 
 
-def test_the_service_runs_on_the_cluster_of_the_overlay() -> None:
+@pytest.mark.parametrize("name", ["overlays/gpu-service", "overlays/gpu-llm"])
+def test_the_service_runs_on_the_cluster_of_the_overlay(name: str) -> None:
     cluster = only(render("overlays/gpu"), "RayCluster")["spec"]
-    service = only(render("overlays/gpu-service"), "RayService")["spec"]["rayClusterConfig"]
-    assert service == cluster
+    assert only(render(name), "RayService")["spec"]["rayClusterConfig"] == cluster
 
 
 def test_components_change_every_worker_group_of_any_overlay() -> None:
@@ -372,6 +389,7 @@ HEAD = "spec/headGroupSpec/template/spec"
 WORKER = "spec/workerGroupSpecs/0/template/spec"
 MAIN = f"{WORKER}/containers/0"
 IN_SERVICE = f"spec/rayClusterConfig/{MAIN.removeprefix('spec/')}"
+ENGINE = "{{llm_configs: [{{callback_config: {{callback_class: {}}}, engine_kwargs: {{tensor_parallel_size: {}}}}}]}}"
 SERVE = "http_options: {{host: 0.0.0.0, port: 8000}}\napplications: [{{name: l, import_path: '{}', args: {}}}]"
 CHANGES: list[tuple[Rule, str, str, str, Any]] = [  # (rule, rendering, kind, path, value)
     (settings_are_known, "overlays/gpu", "ConfigMap", "data/LONGSHORE_ARENA_BITES", "1GiB"),
@@ -415,6 +433,10 @@ CHANGES: list[tuple[Rule, str, str, str, Any]] = [  # (rule, rendering, kind, pa
     (kuberay_takes_it, "overlays/gpu", "RayCluster", f"{HEAD}/restartPolicy", "Always"),
     (commands_exist, "jobs/load", "RayJob", "spec/entrypoint", "longshore load s3://models/m --tensors 8"),
     (commands_exist, "overlays/gpu", "RayCluster", "spec/headGroupSpec/rayStartParams/num-cpu", "0"),
+    (service_is_ours, "overlays/gpu-llm", "RayService", "spec/serveConfigV2",
+     SERVE.format("ray.serve.llm:build_openai_app", ENGINE.format("engines.Folder", 8))),
+    (service_is_ours, "overlays/gpu-llm", "RayService", "spec/serveConfigV2",
+     SERVE.format("ray.serve.llm:build_openai_app", ENGINE.format("engines.ray_serve.ConfigFolder", 4))),
     (service_is_ours, "overlays/gpu-service", "RayService", "spec/serveConfigV2",
      SERVE.format("serving.app:app", "{}")),
     (service_is_ours, "overlays/gpu-service", "RayService", "spec/serveConfigV2",
