@@ -32,6 +32,7 @@ from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskWriter
 from actors.node.node_ledger import NodeLedger
 from actors.node.node_resources import ArenaFilling, KeptMemory, NodeMeter, host_pools, open_arena
+from actors.rank.loader import PROCESS_ARENAS
 from cluster.config import Config
 from cluster.errors import AgentEnded, VersionMismatch
 from cluster.messages import (
@@ -65,9 +66,13 @@ class Survivors:
     """Processes that may still use grants of an earlier agent. Not thread-safe."""
 
     def __init__(self, path: str, agent: str, *, restored: bool) -> None:
-        """`agent`: this agent's incarnation. An arena that was not `restored` is new and has no survivors."""
+        """`agent`: this agent's incarnation. An arena that was not `restored` is new and has no survivors.
+
+        This process is one if it has readers or ranks: it has become the host after another.
+        """
         self._path, self._agent = path, agent
-        self.left = {p for p in processes_mapping(path) if p != ProcessId.current()} if restored else set()
+        me, has_users = ProcessId.current(), any(claim[0] == path for claim in PROCESS_ARENAS.access())
+        self.left = {p for p in processes_mapping(path) if p != me or has_users} if restored else set()
 
     def settles(self, process: ProcessId, access: ArenaAccess) -> bool:
         """Return whether no rank with this access uses a grant of an earlier agent. If so, drop the survivor."""
@@ -305,6 +310,11 @@ class NodeAgent:
         with self._changed:  # so that no call is in the middle of a slot record
             self._arena.close()
         return True
+
+    def forget(self) -> None:
+        """Leave everything to the parent. Called in a forked child, in which no thread of the agent runs."""
+        if self._arena is not None:
+            self._arena.forget()
 
     # -- ranks -------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -131,22 +132,21 @@ def secondary_weights(model: torch.nn.Module, model_config: ModelConfig) -> Iter
 @cache  # a draft model is loaded later, by some of the workers only: they could not ask all
 def group_of_engine() -> dict[str, Any]:
     """Return the arguments by which the workers of this engine on this machine read as one group."""
-    from vllm.config import get_current_vllm_config
     from vllm.distributed.parallel_state import get_world_group
 
     world = get_world_group()
     if world.world_size < 2:
         return {}
-    engine = getattr(get_current_vllm_config(), "instance_id", "") or f"children of {os.getppid()}"
-    # Where Ray starts the workers, none of them knows how many are on its machine. So they tell each other what those
-    # that can share memory have in common: the engine, the machine and the PID namespace.
+    # Where Ray starts the workers, none of them knows how many are on its machine. So they tell each other where they
+    # are: those of one machine and PID namespace can share memory. The first worker's random name is the group's.
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    here, places = f"{engine} {machine} {os.stat('/proc/self/ns/pid').st_ino}", [""] * world.world_size
-    torch.distributed.all_gather_object(places, here, group=world.cpu_group)
-    mine = [rank for rank, place in enumerate(places) if place == here]
-    if len(mine) < 2:
+    place = f"{machine} {os.stat('/proc/self/ns/pid').st_ino}"
+    told: list[tuple[str, str]] = [("", "")] * world.world_size
+    torch.distributed.all_gather_object(told, (uuid.uuid4().hex, place), group=world.cpu_group)
+    here = [rank for rank, (_, there) in enumerate(told) if there == place]
+    if len(here) < 2:
         return {}
-    return {"group": f"vllm {engine}", "member": mine.index(world.rank_in_group), "members": len(mine)}
+    return {"group": f"vllm {told[0][0]}", "member": here.index(world.rank_in_group), "members": len(here)}
 
 
 def warn_of_version(version: str) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -249,8 +250,16 @@ class ArenaMaps:
         """Return (arena path, agent) of the users in this process, without `but`."""
         return tuple(claim for key, claim in list(self._claims.items()) if key != but)
 
+    def forget(self) -> None:
+        """Leave everything to the parent. Called in a forked child."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        mappings, self._mappings, self._claims = self._mappings, {}, {}
+        for mapping in mappings.values():
+            mapping.arena.forget()
+
 
 PROCESS_ARENAS = ArenaMaps()
+os.register_at_fork(after_in_child=PROCESS_ARENAS.forget)
 
 
 class LoaderThreads:

@@ -20,6 +20,7 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from actors.node.chunk_flow import JobTables
 from actors.node_agent import NodeAgent
-from cluster.errors import ClusterLost, ConfigError
+from cluster.errors import ClusterLost, ConfigError, ModelNotFound
 from cluster.messages import JoinReply, NodeJob, Orders, RankHello, RankUpdate, check_version
 from cluster.planning.packed_plan import ReaderTables
 from cluster.telemetry.report import NodeReport
@@ -221,6 +222,11 @@ class HostDoor:
         self._listening.close()
         self._thread.join()
 
+    def forget(self) -> None:
+        """Leave every connection to the parent. Called in a forked child."""
+        for sock in (self._listening, *self._open):
+            sock.close()
+
     def _accept(self) -> None:
         while True:
             try:
@@ -281,6 +287,9 @@ def _check_sender(process: ProcessId, peer: ProcessId) -> None:
         raise BadFrame("a message in the name of another process")
 
 
+_CLIENTS: weakref.WeakSet[DoorClient] = weakref.WeakSet()  # of this process
+
+
 class DoorClient:
     """A reader's connection to a host. Thread-safe: one call at a time."""
 
@@ -298,6 +307,16 @@ class DoorClient:
         if self.host is None:
             self._socket.close()
             raise ClusterLost("the host is of another user, or in another PID namespace", socket=path)
+        _CLIENTS.add(self)
+
+    def greet(self) -> None:
+        """Ask the host anything. Raises VersionMismatch, and ClusterLost when it does not answer."""
+        try:
+            with contextlib.suppress(ModelNotFound):
+                self.report("")
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self, job: NodeJob, tables: ReaderTables) -> bool:
         """See `NodeAgent.begin`."""
@@ -342,3 +361,12 @@ class DoorClient:
             cause = type(problem).__name__
             raise ClusterLost("the process that hosts the arena does not answer", cause=cause) from problem
         raise error
+
+
+def _forget_clients() -> None:
+    """Leave every connection to the parent. Called in a forked child."""
+    for client in list(_CLIENTS):
+        client._socket.close()
+
+
+os.register_at_fork(after_in_child=_forget_clients)

@@ -8,7 +8,8 @@ Where one agent runs, it is the host. Else who has the lock is the host: it make
 dead host left, and opens the door. All others connect. When the host dies, the kernel drops the lock, and the next
 process that notices takes it. Where several agents run, a process in Ray takes that of its own node.
 
-A process that can share with nobody has an arena of its own, and `Host.why_private` says why.
+A process that can share with nobody has an arena of its own, and `Host.why_private` says why. A forked child shares
+nothing with its parent but what it opens itself: the host, the lock and the connections stay with the parent.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import TypeVar
 from actors.node.chunk_flow import JobTables
 from actors.node_agent import NodeAgent
 from actors.reader.door import MAX_PATH_BYTES, DoorClient, HostDoor
+from actors.reader.state import closed
 from cluster.config import Config
 from cluster.errors import AgentEnded, ClusterLost, ModelNotFound, VersionMismatch
 from cluster.messages import ArenaAccess, JoinReply, NodeJob, Orders, RankHello, RankUpdate
@@ -72,7 +74,9 @@ class OwnHost:
         self._door: HostDoor | None = None
         name = "private-" + uuid.uuid4().hex[:12] if folder is None else f"user-{os.geteuid()}"
         given = config if config.window_bytes else config.model_copy(update={"window_bytes": WINDOW_BYTES})
-        self._agent = NodeAgent(given, name, folder or name)
+        # Containers may share /dev/shm, and have the same folder. Pids of one mean nothing in another.
+        place = f"{folder or name} {os.stat('/proc/self/ns/pid').st_ino}"
+        self._agent = NodeAgent(given, name, place)
         try:
             self._agent.facts()  # raises if there is no room for the arena
             if folder is not None:
@@ -116,6 +120,14 @@ class OwnHost:
         if lock is not None:
             os.close(lock)
 
+    def forget(self) -> None:
+        """Leave everything to the parent. Called in a forked child."""
+        if self._door is not None:
+            self._door.forget()
+        self._agent.forget()
+        if self._lock is not None:
+            os.close(self._lock)
+
 
 class VisitedHost(DoorClient):
     """The host is another process."""
@@ -135,6 +147,9 @@ class ProcessHost:
         self._users = 0
         self._unused_s = 0.0
         self._ends = False  # the process; a reader that was not closed must not make another host
+        self._of_parent: OwnHost | None = None  # kept, so that nothing of it ends here
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._at_exit)
 
     def find(self, config: Config) -> Host:
         """Return the host, and count a user of it. Call `leave` with it. Raises ArenaError, ClusterLost."""
@@ -147,7 +162,6 @@ class ProcessHost:
             found = _find(config)
             if isinstance(found, OwnHost):
                 self._own, self._users = found, 1
-                atexit.register(self._at_exit)
             return found
 
     def leave(self, host: Host) -> None:
@@ -173,6 +187,13 @@ class ProcessHost:
     def _at_exit(self) -> None:
         self._ends = True
         self.close()
+
+    def _forget(self) -> None:
+        """Leave the host to the parent. Called in a forked child."""
+        self._finding = threading.Lock()  # a thread of the parent may have held it
+        self._of_parent, self._own, self._users = self._own, None, 0
+        if self._of_parent is not None:
+            self._of_parent.forget()
 
     def _linger(self, host: OwnHost) -> None:
         """Close a host that nobody has used for LINGERS_S."""
@@ -211,7 +232,9 @@ def _agent_here(folder: str) -> VisitedHost | None:
             continue
         path = os.path.join(folder, name)
         try:
-            found.append(VisitedHost(path))
+            host = VisitedHost(path)
+            host.greet()
+            found.append(host)
         except ConnectionRefusedError:  # its agent was killed, or does not listen yet
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(path).st_mtime > LISTENS_S:
@@ -233,21 +256,34 @@ def _find(config: Config) -> Host:
     if (agent := _agent_here(folder)) is not None:
         return agent
     path, give_up_s = os.path.join(folder, "host.sock"), time.monotonic() + BECOMES_HOST_S
+    why = "the process that has the lock opens no door"
     while True:
         try:
-            return VisitedHost(path)
-        except (VersionMismatch, ClusterLost) as error:
+            host = VisitedHost(path)
+        except ClusterLost as error:  # no host for this process
             return OwnHost(config, None, None, error.message)
         except OSError:
             pass  # nobody listens there
+        else:
+            try:
+                host.greet()
+                return host
+            except VersionMismatch as error:
+                return OwnHost(config, None, None, error.message)
+            except ClusterLost as error:  # it ends just now, or is stopped
+                why = error.message
         lock = os.open(os.path.join(folder, "host.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return OwnHost(config, folder, lock)
         except BlockingIOError:
             os.close(lock)  # another process becomes the host
+        except ArenaError as error:
+            if type(error) is not ArenaError:  # no room for it
+                raise
+            why = error.message  # the former host's arena is still in use
         if time.monotonic() > give_up_s:
-            return OwnHost(config, None, None, "the process that has the lock opens no door")
+            return OwnHost(config, None, None, why)
         time.sleep(0.02)
 
 
@@ -258,7 +294,9 @@ class HostLink:
         self._config = config
         self._job = job
         self._tables = tables
+        self._lock = threading.Lock()  # to find a host, and to leave it
         self._host: Host | None = None
+        self._ends = threading.Event()
 
     @property
     def host(self) -> Host | None:
@@ -288,28 +326,42 @@ class HostLink:
         """See `AgentLink.check_in`. A reader never becomes an orphan: it belongs to its process."""
         return 0.0
 
+    def give_up(self) -> None:
+        """Wait for no slots any more."""
+        self._ends.set()
+
     def close(self) -> None:
-        """End the use of the host."""
-        host, self._host = self._host, None
+        """End the use of the host. Later calls raise ReaderClosed. Idempotent."""
+        self._ends.set()
+        with self._lock:
+            host, self._host = self._host, None
         if host is not None:
             PROCESS_HOST.leave(host)
 
     def _join(self, host: Host, hello: RankHello) -> JoinReply:
-        reply = host.join(hello)
-        if reply.known or reply.stop is not None:
-            return reply
+        # Also where the load is known: the host compares its revision with this reader's.
         give_up_s = time.monotonic() + self._config.slots_wait_s
         while not host.begin(self._job, self._tables):
             if time.monotonic() > give_up_s:
                 raise ArenaError("other readers hold the slots of the arena", load=self._job.load_id)
-            time.sleep(BEGIN_EVERY_S)
+            if self._ends.wait(BEGIN_EVERY_S):
+                raise closed()
         return host.join(hello)
 
     def _ask(self, call: Callable[[Host], T]) -> T:
-        if self._host is None:
-            self._host = PROCESS_HOST.find(self._config)
+        with self._lock:
+            if self._host is None:
+                if self._ends.is_set():
+                    raise closed()
+                self._host = PROCESS_HOST.find(self._config)
+            host = self._host
         try:
-            return call(self._host)
+            return call(host)
         except (ClusterLost, AgentEnded) as error:
-            self.close()
+            with self._lock:
+                left = self._host is host  # else another thread has left it
+                if left:
+                    self._host = None
+            if left:
+                PROCESS_HOST.leave(host)
             raise ClusterLost("the host of the arena has ended", cause=type(error).__name__) from error

@@ -23,8 +23,9 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ from actors.links import AgentLink
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.loader import MESSAGE_NUMBERS, ChunkLoader, RankWork
 from actors.rank.state import RankIdentity
-from actors.reader.state import ReaderState
+from actors.reader.state import ReaderState, closed
 from cluster.errors import ReaderClosed, empty_frames
 from cluster.layouts.region import Region
 from cluster.messages import FetchSettings
@@ -59,17 +60,17 @@ class ReadAhead:
         self._chunks = chunks
         self._number = {chunk: number for number, chunk in enumerate(chunks)}
         self._first = self._high = -1  # of the run: numbers of its first and its last chunk
-        self._planned: deque[int] = deque()
+        self._planned: dict[int, None] = {}  # not read yet, in the order in which they will be
         self._ahead: dict[int, None] = {}  # wanted and not read
         self._read: OrderedDict[int, None] = OrderedDict()  # read and not given back, the last read last
 
     def plan(self, chunks: Iterable[int]) -> None:
         """Name chunks that will be read, in this order, after those named before."""
-        self._planned.extend(chunk for chunk in chunks if chunk in self._number)
+        self._planned.update(dict.fromkeys(chunk for chunk in chunks if chunk in self._number))
 
     def next_planned(self) -> list[int]:
         """Return the planned chunks that may be fetched now."""
-        found = list(self._planned)[: self.limit]
+        found = [*islice(self._planned, self.limit)]
         self._ahead.update(dict.fromkeys(found))
         return found
 
@@ -83,10 +84,10 @@ class ReadAhead:
         else:
             self._first = self._high = number
         found = {chunk: None} | dict.fromkeys(following)
-        while self._planned and self._planned[0] in found:
-            self._planned.popleft()
+        for each in found:
+            self._planned.pop(each, None)
         if self._planned:
-            guess: Iterable[int] = list(self._planned)[: self.limit]
+            guess: Iterable[int] = islice(self._planned, self.limit)
         else:
             run = self._high - self._first
             guess = self._chunks[self._high + 1 : self._high + 1 + min(run, self.limit)]
@@ -104,7 +105,7 @@ class ReadAhead:
         self._read.move_to_end(chunk)
         gone = [self._read.popitem(last=False)[0] for _ in range(len(self._read) - min(KEPT, self.limit))]
         high = self._high
-        keep = {*following, *list(self._planned)[: self.limit], *self._chunks[high + 1 : high + 1 + self.limit]}
+        keep = {*following, *islice(self._planned, self.limit), *self._chunks[high + 1 : high + 1 + self.limit]}
         ended = [each for each in self._ahead if each not in keep]
         for each in ended:
             del self._ahead[each]
@@ -147,6 +148,13 @@ class ReaderWork(RankWork):
             self.state.end_read(chunk)
             self.state.give_back(gone, time.monotonic())
             self._wake_exchange()
+            if self.state.error is not None:
+                self._exchange.notify_all()  # `wait_for_reads`
+
+    def wait_for_reads(self) -> None:
+        """Return when no slot is being read. `stop` was called, so no read begins."""
+        with self._exchange:
+            self._exchange.wait_for(lambda: not self.state.reads)
 
     def want(self, chunks: Iterable[int]) -> None:
         """See `ReaderState.want`."""
@@ -168,11 +176,6 @@ class ReaderWork(RankWork):
             self._fetcher.end_reads()
             for condition in (self._fetch, self._again, self._place, self._exchange):
                 condition.notify_all()
-
-
-def closed() -> ReaderClosed:
-    """Return the error for a read after `close`."""
-    return ReaderClosed("the model was closed", hint="read inside the `with` block of safe_open")
 
 
 class ModelReader(ChunkLoader):
@@ -338,7 +341,7 @@ class ModelReader(ChunkLoader):
             self.cancel(error)
         except BaseException as error:  # a bug: reads must end, not hang
             self.cancel(LongshoreError(f"{type(error).__name__} in a reader: {error}"))
-        self._end()
+        self._end(self._reader_work.wait_for_reads)
 
 
 def _size_bytes(tensor: Tensor, shape: Sequence[int], sizes: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
@@ -249,6 +250,7 @@ class OpenModel:
 
     def close(self) -> None:
         """Give back everything that this reader holds of the arena. Tensors that were returned stay valid."""
+        self._link.give_up()
         self._reader.close()
         self._link.close()
 
@@ -386,12 +388,14 @@ def safe_open(
         hedge_after_s=own.hedge_after_s,
         model=model_label(request.uri),
         on_demand=True,
-        revision=index.revision,
+        # Chunks without digests are as large as this reader's settings say.
+        revision=index.revision if index.chunks.hash_name else f"{index.revision} {own.chunk_bytes}",
         group_patience_s=own.group_patience_s,
     )
     link = HostLink(own, job, tables)
     store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
-    identity = RankIdentity(load_id, 1, member, 0, ProcessId.current())
+    # Later opens of the same member have larger numbers, in whatever process: they take its place.
+    identity = RankIdentity(load_id, 1, member, time.monotonic_ns(), ProcessId.current())
     reader = ModelReader(link, tables, _with_tensors(index), identity, store, own.fetch_settings(), readers=members)
     return OpenModel(index, reader, link, FRAMEWORKS[framework], device, request.uri)
 

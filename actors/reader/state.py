@@ -9,7 +9,7 @@ A chunk that a consumer waits for is `awaited`. Until it is read it is either wa
 
 A reader holds the slot of a readable chunk until it gives the chunk back, so that small tensors of one chunk cost one
 message. When the agent is short of slots, a reader that waits gives back what it has read, or else what it wants last.
-Wanted chunks are wanted again after the agent was restarted.
+Wanted chunks are wanted again after the agent was restarted. A reader that is not used for a while gives all back.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from actors.rank.state import RankIdentity, RankState
-from cluster.messages import ArenaAccess, Orders, RankHello
+from cluster.errors import ReaderClosed
+from cluster.messages import ArenaAccess, Orders, RankHello, RankUpdate
+from cluster.telemetry.stats import RankStats
 
+IDLE_S = 5.0  # a reader that has read nothing for so long holds no slot
 ASK_AGAIN_S = 0.01  # a reader that waits for other readers' fetches, and fetches itself, asks the agent this often
 ANSWER_S = 0.05  # an agent without orders answers after this: meanwhile a reader can ask for nothing else
+
+
+def closed() -> ReaderClosed:
+    """Return the error for a read after `close`."""
+    return ReaderClosed("the model was closed", hint="read inside the `with` block of safe_open")
 
 
 class ReaderState(RankState):
@@ -39,12 +47,15 @@ class ReaderState(RankState):
         self._passed: list[tuple[int, int]] = []
         self._returned_unread: dict[int, None] = {}  # given back, which the agent does not know yet
         self._was_read: set[int] = set()  # readable chunks that were read once
+        self._used_s = -math.inf  # when something was wanted, or a read began or ended, as far as updates have seen it
+        self._was_used = True
         self._closed = False
 
     # -- consumers ---------------------------------------------------------------------------------------------
 
     def want(self, chunks: Iterable[int]) -> None:
         """Ask for chunks that are neither readable nor wanted already."""
+        self._was_used = True
         for chunk in chunks:
             if chunk not in self.wanted and not self.is_readable(chunk):
                 self.wanted[chunk] = self._unasked[chunk] = None
@@ -57,6 +68,7 @@ class ReaderState(RankState):
         """Return the slot that has the chunk, which stays until `end_read`. None when it is not readable."""
         if not self.is_readable(chunk):
             return None
+        self._was_used = True
         self.readable.move_to_end(chunk)
         self.copying.add(chunk)
         self._was_read.add(chunk)
@@ -129,6 +141,16 @@ class ReaderState(RankState):
         if self.wanted or self._returned_unread:
             return self._answered_s + ASK_AGAIN_S
         return super().update_due_s
+
+    def update(
+        self, now_s: float, *, leaving: bool = False, others: ArenaAccess = (), stats: RankStats | None = None
+    ) -> RankUpdate:
+        """See `RankState.update`. A reader that was not used for IDLE_S gives back all that it holds and wants."""
+        if self._was_used or self.reads or self.awaited.total():
+            self._was_used, self._used_s = False, now_s
+        elif now_s - self._used_s > IDLE_S:
+            self.give_back([*self.readable, *self.wanted], now_s)
+        return super().update(now_s, leaving=leaving, others=others, stats=stats)
 
     def drain(self, now_s: float, *, finish: bool = False) -> None:
         """See `RankState.drain`. Slots that are being read stay until the reads end."""

@@ -19,7 +19,8 @@ memory runs out, a chunk is not kept. Nobody who writes or reads there can get a
 The header is checked before anything in the file is used. Only the owner (the agent) writes the header and the
 records. A worker writes only to slots that it leased. Every process holds a shared flock on the arena's file until it
 unmaps it, and on the files of kept slots until it closes them. So `storage.arena.arena_files.sweep` can tell files in
-use from those that a killed process left behind.
+use from those that a killed process left behind. The owner holds a second lock, by which others know that it lives,
+also in another PID namespace, where its pid means nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from storage.host.memory import address_of, populate
 from storage.host.processes import ProcessId
 
 MAGIC = b"LNGSHARE"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_SLOTS = 1 << 20
 MAX_SLOT_BYTES = 1 << 30
 PAGE_BYTES = mmap.PAGESIZE
@@ -53,6 +54,8 @@ GEOMETRY = struct.Struct("<8sIIQQQQ6s2x")  # the header as drawn above, without 
 CHECKSUM = struct.Struct("<I")
 OWNER = struct.Struct("<qQ")  # pid, start time
 OWNER_AT = 128
+# A lock of the open file, which lasts until it is closed: struct flock (type, whence, start, length, pid).
+OWNER_LOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, OWNER_AT, OWNER.size, 0)
 READY = struct.Struct("<Q")
 READY_AT = 192  # eight aligned bytes, so that one store writes them and no reader sees half a number
 RECORDS_AT = 4096
@@ -76,8 +79,8 @@ def promised_bytes(descriptor: int) -> int:
     if len(header) < READY_AT + READY.size:
         return 0
     magic, version, _, _, slot_bytes, _, window_slots, _ = GEOMETRY.unpack_from(header)
-    # Version 2 has the same header. An agent of that version may be on this host.
-    if magic != MAGIC or version not in (2, FORMAT_VERSION) or not is_geometry(window_slots, slot_bytes):
+    # Versions 2 and 3 have the same header. An agent of them may be on this host.
+    if magic != MAGIC or version not in (2, 3, FORMAT_VERSION) or not is_geometry(window_slots, slot_bytes):
         return 0
     (ready,) = READY.unpack_from(header, READY_AT)
     return int(max(0, window_slots - ready)) * int(slot_bytes)
@@ -247,7 +250,7 @@ class Arena:
             arena.unlink()
             arena.close()
             raise
-        arena._write_owner()
+        arena._become_owner()
         return arena
 
     @classmethod
@@ -275,12 +278,10 @@ class Arena:
         the records would undo each other's fences.
         """
         arena = cls.open(path)
-        former = arena.owner
-        if former is not None and former != ProcessId.current() and former.is_alive():
+        if not arena._become_owner():
+            former = arena.owner
             arena.close()
-            raise ArenaError("the arena belongs to a process that lives", path=path, pid=former.pid)
-        arena._owner = True
-        arena._write_owner()
+            raise ArenaError("the arena belongs to a process that lives", path=path, pid=former.pid if former else None)
         return arena
 
     def close(self) -> None:
@@ -300,6 +301,11 @@ class Arena:
             with contextlib.suppress(BufferError):
                 self._memory.close()
             del self._view, self._memory
+
+    def forget(self) -> None:
+        """Close the arena in a forked child, where no other thread runs. The parent keeps mapping and locks."""
+        self._closing = threading.Lock()  # a thread of the parent may have held it
+        self.close()
 
     def unlink(self) -> None:
         """Remove the files' names. The kernel frees the memory when the last process has closed them. Idempotent."""
@@ -527,8 +533,18 @@ class Arena:
             self._sequences = [sequence for sequence, _ in self._read_records()]
         return self._sequences
 
-    def _write_owner(self) -> None:
+    def _become_owner(self) -> bool:
+        """Take the owner's lock, and record this process. Return False if the owner is another process."""
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, OWNER_LOCK)
+        except OSError as exc:
+            if exc.errno not in (errno.EAGAIN, errno.EACCES):
+                raise ArenaError(f"cannot lock the arena: {exc.strerror}", path=self.path) from exc
+            if self.owner != ProcessId.current():
+                return False  # else another Arena of this process has the lock
+        self._owner = True
         me = ProcessId.current()
         body = OWNER.pack(me.pid, me.start_time)
         data = body + CHECKSUM.pack(zlib.crc32(body))
         self._view[OWNER_AT : OWNER_AT + len(data)] = data
+        return True

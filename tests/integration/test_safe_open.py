@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 import cluster
 from actors.reader.host import PROCESS_HOST
 from cluster.config import Config
-from cluster.errors import ConfigError, ReaderClosed, TensorNotFound
+from cluster.errors import ConfigError, RankTaken, ReaderClosed, TensorNotFound
 from storage.arena.arena_files import arena_path
-from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound
+from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound, RevisionMismatch
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_tiny_llama
 from tests.support.counting_proxy import CountingProxy
 from tests.support.stored_models import StoredModel
@@ -294,6 +294,151 @@ def test_a_forked_process_is_told_to_open_the_model_itself(tmp_path: Path):
     assert ended(done) == 0
 
 
+FORKS = """
+def read(f):
+    return {name: hash(f.get_tensor(name).tobytes()) for name in f.offset_keys()}
+with cluster.safe_open(folder, "np", config=config) as f:
+    expected = read(f)
+    parent = os.getpid()
+    if os.fork() == 0:
+        with cluster.safe_open(folder, "np", config=config) as own:
+            ok = read(own) == expected and own.report()["host"] == parent
+        sys.exit(0 if ok else 3)  # runs what runs at the end of a process
+    ok = all(read(f) == expected for _ in range(20))
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    visitor = os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", visits, str(parent))
+    sys.exit(code or visitor or (0 if ok and read(f) == expected else 4))
+"""
+VISITS = """
+import sys, cluster
+from cluster.config import Config
+with cluster.safe_open({folder!r}, config=Config.model_validate({config!r})) as f:
+    f.get_tensor("layers.3.weight")
+    sys.exit(0 if f.report()["host"] == int(sys.argv[1]) else 5)
+"""
+
+
+def test_a_forked_process_leaves_the_host_to_its_parent(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    visits = VISITS.format(folder=str(folder), config=CONFIG.model_dump(exclude_unset=True))
+    assert ended(run(FORKS, folder, visits=visits)) == 0
+
+
+def test_nothing_is_left_of_the_host_when_a_forked_process_lives_on(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    parent = run(
+        """
+        with cluster.safe_open(folder, config=config) as f:
+            f.get_tensor("layers.0.weight")
+            child = os.fork()
+            if child == 0:
+                os.close(1)
+                time.sleep(60)
+                os._exit(0)
+            print(child, flush=True)
+            time.sleep(60)
+        """,
+        folder,
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        parent.kill()
+        parent.communicate()
+        with cluster.safe_open(folder, config=CONFIG) as ours:
+            ours.get_tensor("layers.1.weight")
+            assert (ours.report()["host"], ours.report()["why_private"]) == (os.getpid(), "")
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_program_that_was_replaced_is_no_host(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    program = run(
+        """
+        f = cluster.safe_open(folder, config=config)
+        f.get_tensor("layers.0.weight")
+        os.execvp("sh", ["sh", "-c", "echo now; sleep 60"])
+        """,
+        folder,
+    )
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "now\n"
+        with cluster.safe_open(folder, config=CONFIG) as ours:
+            ours.get_tensor("layers.1.weight")
+            assert (ours.report()["host"], ours.report()["why_private"]) == (os.getpid(), "")
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def test_a_host_of_another_version_is_not_shared(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    other = run(
+        """
+        from actors.reader import door
+        door.VERSION = (99, "9.9.9")
+        with cluster.safe_open(folder, config=config) as f:
+            f.get_tensor("layers.0.weight")
+            print("up", flush=True)
+            time.sleep(60)
+        """,
+        folder,
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "up\n"
+        with cluster.safe_open(folder, config=CONFIG) as ours:
+            ours.get_tensor("layers.1.weight")
+            assert not ours.report()["shared"]
+            assert "9.9.9" in ours.report()["why_private"]
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_a_report_is_no_use_of_the_host(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    ours = cluster.safe_open(folder, config=CONFIG)
+    ours.report()
+    ours.close()
+    assert PROCESS_HOST._users == 0
+    with pytest.raises(ReaderClosed):
+        ours.report()
+    assert PROCESS_HOST._users == 0
+
+
+def test_a_member_that_is_opened_again_takes_the_place_of_the_first(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    with cluster.safe_open(folder, group="g", config=CONFIG) as first:
+        first.get_tensor("layers.0.weight")
+        with cluster.safe_open(folder, group="g", config=CONFIG) as second:
+            for name in second.offset_keys():
+                second.get_tensor(name)
+            with pytest.raises(RankTaken):
+                first.get_tensor("layers.11.weight")
+
+
+def test_members_with_other_chunks_are_no_group(tmp_path: Path):
+    folder = tmp_path / "model"
+    write_model(folder)
+    smaller = CONFIG.model_copy(update={"chunk_bytes": 512 << 10})
+    with cluster.safe_open(folder, group="g", members=2, config=CONFIG) as first:
+        first.get_tensor("layers.0.weight")
+        with (
+            cluster.safe_open(folder, group="g", member=1, members=2, config=smaller) as second,
+            pytest.raises(RevisionMismatch),
+        ):
+            second.get_tensor("layers.0.weight")
+
+
 # --- several processes ------------------------------------------------------------------------------------------
 
 
@@ -413,7 +558,8 @@ def test_another_process_adopts_the_arena_of_a_killed_host(tmp_path: Path):
 def test_the_arena_is_gone_when_all_processes_have_ended(tmp_path: Path, own_host: Path):
     folder = tmp_path / "model"
     write_tiny_llama(folder)
-    arena = arena_path(f"user-{os.geteuid()}", str(own_host / "longshore"))
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    arena = arena_path(f"user-{os.geteuid()}", f"{own_host / 'longshore'} {namespace}")
     code = """
     f = cluster.safe_open(folder, config=config)
     f.get_tensor(f.keys()[0])

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.arena.arena import GEOMETRY, KEPT, KEPT_FILES, RECORDS_AT, Arena, arena_size_bytes
+from storage.arena.arena import GEOMETRY, KEPT, KEPT_FILES, OWNER_AT, RECORDS_AT, Arena, arena_size_bytes
 from storage.arena.arena_files import (
     ARENA_PREFIX,
     SweptArena,
@@ -463,6 +463,25 @@ def test_an_arena_of_a_living_owner_is_not_adopted(path):
         child.communicate()
     with Arena.adopt(path) as arena:
         assert arena.owner == ProcessId.current()
+
+
+def test_an_arena_whose_owner_is_unknown_here_is_not_adopted_while_it_lives(path):
+    """As that of another PID namespace."""
+    code = (
+        "import sys; from storage.arena.arena import Arena; "
+        f"a = Arena.create({path!r}, slot_count=1, slot_bytes={SLOT}); "
+        "print('up', flush=True); sys.stdin.read()"
+    )
+    child = start_python(code)
+    try:
+        assert ask(child) == "up"
+        _damage(path, OWNER_AT, b"\xff" * 8)
+        with pytest.raises(ArenaError, match="lives"):
+            Arena.adopt(path)
+    finally:
+        child.kill()
+        child.communicate()
+    Arena.adopt(path).close()
 
 
 # --- names and sweeping ---

@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.devices.cpu_device import copy_runs
 from actors.links import AgentLink
 from actors.rank.state import RankIdentity
+from actors.reader import model_reader
 from actors.reader.model_reader import ModelReader, ReadAhead
 from cluster.errors import ChunkFailed, ReaderClosed
 from cluster.messages import FetchSettings
@@ -283,6 +285,59 @@ def test_a_restarted_agent_is_no_error(shm_dir: Path):
                 here.check(reader, tensor)
 
 
+def test_readers_in_the_process_of_the_next_agent_keep_their_slots(shm_dir: Path):
+    """A process with two open models becomes the host: one of them asks the new agent first."""
+    objects = flat_objects(64, 64)
+    with local_node(shm_dir, slots=9) as node:
+        here = Readers(node, objects, 1024, readers=2)
+        links = [SwitchedLink(node.agent), SwitchedLink(node.agent)]
+        with (
+            here.open(MemoryStore(objects), 0, links[0]) as busy,
+            here.open(MemoryStore(objects), 1, links[1]) as idle,
+        ):
+            here.check(idle, here.tensors[0])
+            held = [idle.state.readable[chunk] for chunk in idle.state.readable]
+            assert held
+            for link in links:
+                link.cut.set()
+            node.crash()
+            node.agent = links[0].agent = links[1].agent = node.start_agent()
+            node.begin(here.plan, here.load_id, on_demand=True)
+            assert ProcessId.current() in node.agent._survivors.left
+            links[0].cut.clear()
+            for tensor in here.tensors:
+                here.check(busy, tensor)
+                here.check(idle, here.tensors[0]) if idle.state.readable else None
+            links[1].cut.clear()
+            for tensor in here.tensors:
+                here.check(idle, tensor)
+            wait_until(lambda: not node.agent._survivors.left)
+
+
+def test_a_reader_that_fails_leaves_when_its_slots_are_read(shm_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    objects = flat_objects(8, 64)
+    copying, goes_on = threading.Event(), threading.Event()
+
+    def slow_copy(*arguments: object) -> None:
+        copying.set()
+        assert goes_on.wait(10)
+        copy_runs(*arguments)
+
+    monkeypatch.setattr(model_reader, "copy_runs", slow_copy)
+    with local_node(shm_dir, slots=9) as node:
+        here = Readers(node, objects, 1024)
+        with here.open(MemoryStore(objects)) as reader:
+            thread = threading.Thread(target=here.check, args=(reader, here.tensors[0]))
+            thread.start()
+            assert copying.wait(10)
+            reader.cancel(StoreUnavailable("gone"))
+            time.sleep(0.2)
+            assert node.agent._ledger._cache.stats().in_use_slots == 1
+            goes_on.set()
+            thread.join()
+        assert node.agent._ledger._cache.stats().in_use_slots == 0
+
+
 def test_all_slots_are_free_after_readers_have_left(shm_dir: Path):
     objects = flat_objects(64, 64)
     with local_node(shm_dir, slots=9) as node:
@@ -322,6 +377,15 @@ def test_planned_chunks_replace_the_guess():
     ahead.plan([9, 5, 70, 200])
     assert ahead.wanted(20) == [20, 9, 5, 70]
     assert ahead.wanted(9) == [9, 5, 70]
+
+
+def test_planned_chunks_may_be_read_in_another_order():
+    ahead = ReadAhead(range(100), limit=2)
+    ahead.plan([50, 60, 70, 80, 90])
+    for chunk in (60, 50, 70):
+        ahead.wanted(chunk)
+        ahead.read(chunk)
+    assert ahead.wanted(5) == [5, 80, 90]
 
 
 def test_read_chunks_and_those_of_an_ended_run_are_given_back():

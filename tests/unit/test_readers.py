@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from actors.node.reader_group import ReaderGroup
 from actors.rank.state import RankIdentity
-from actors.reader.state import ReaderState
+from actors.reader.state import IDLE_S, ReaderState
 from cluster.messages import NodeJob, Orders, RankUpdate
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from tests.support.node_simulation import CHUNK_BYTES, MOST_REQUESTS, NodeSimulation, SimLoad, SimModel, SimRank
@@ -407,6 +407,24 @@ def test_a_restarted_agent_serves_what_is_still_wanted():
     here.node.begin(here.load)
     reader.read_now(5)
     assert reader.has_read == [5]
+    here.close()
+
+
+def test_a_reader_that_is_not_used_gives_everything_back():
+    here = Group(slots=8, chunks=10, readers=1)
+    (reader,) = here.all
+    reader.state.want([1, 2, 3])
+    reader.take_turn()
+    reader.take_turn()
+    assert reader.read(1)
+    reader.end_reads()
+    reader.take_turn()
+    assert set(reader.state.readable) == {1, 2, 3}
+    here.node.time_passes(IDLE_S + 1)
+    reader.take_turn()
+    assert not reader.state.readable
+    assert here.node.cache.stats().in_use_slots <= 2  # those that were not read are expected, until others need slots
+    reader.read_now(2)
     here.close()
 
 
