@@ -361,7 +361,7 @@ def test_a_program_that_was_replaced_is_no_host(tmp_path: Path):
         """
         f = cluster.safe_open(folder, config=config)
         f.get_tensor("layers.0.weight")
-        os.execvp("sh", ["sh", "-c", "echo now; sleep 60"])
+        os.execvp("sh", ["sh", "-c", "echo now; exec sleep 60"])
         """,
         folder,
     )
