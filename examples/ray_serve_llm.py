@@ -27,7 +27,7 @@ def main() -> None:
     from ray.serve.llm import LLMConfig, build_openai_app
 
     if args.cpus:
-        ray.init(num_cpus=args.cpus, include_dashboard=False)
+        ray.init("local", num_cpus=args.cpus, include_dashboard=False)
     config = LLMConfig(
         model_loading_config={"model_id": args.name, "model_source": args.model},
         engine_kwargs=args.options,
