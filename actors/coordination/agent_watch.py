@@ -36,7 +36,7 @@ from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
 from cluster.scheduling.load_state import LoadState
-from cluster.scheduling.warm_pool import IdleNodes
+from cluster.scheduling.topology import IdleNodes
 from cluster.telemetry.counters import ClusterMetrics
 from cluster.telemetry.report import NodeStatus, SettingStatus
 from storage.errors import ArenaBusy, LongshoreError

@@ -47,8 +47,7 @@ from cluster.fit.options import AUTO, STRICT, DeviceMapOptions, FitOptions, FitT
 from cluster.fit.search import OFFLOAD_POLICY, Limits, PlannedChange, cheapest, first_that_fits, offer, steps_text
 from cluster.planning.packed_plan import PackedPlan, RankFacts
 from cluster.request import LoadRequest
-from cluster.scheduling.topology import NodeInfo
-from cluster.scheduling.warm_pool import IdleWorkerGroup, in_the_way, with_kept_memory
+from cluster.scheduling.topology import IdleWorkerGroup, NodeInfo, in_the_way, with_kept_memory
 from storage.errors import LongshoreError
 from storage.host.memory import GpuMemory, MemoryPool, available_host_bytes
 

@@ -42,7 +42,7 @@ from cluster.errors import (
 from cluster.joining.node_tasks import unwrapped
 from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
-from cluster.scheduling.warm_pool import IdleWorkerGroup
+from cluster.scheduling.topology import IdleWorkerGroup
 from cluster.telemetry.report import LoadReport, NodeReport, ProcessMemory
 from cluster.telemetry.stats import join_checks, verified_by
 from storage.errors import LongshoreError

@@ -38,17 +38,18 @@ from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
 from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
 from cluster.scheduling.topology import (
+    IdleWorkerGroup,
     assign_gpus,
     assign_ranks,
     bundle_of_ranks,
     bundles_for,
     bundles_to_wait_for,
+    choose,
     lost_ranks,
     no_place,
     place_again,
     show_bundles,
 )
-from cluster.scheduling.warm_pool import IdleWorkerGroup, choose
 from storage.errors import LongshoreError
 
 

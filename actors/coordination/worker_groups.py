@@ -4,7 +4,7 @@
                        `- or one cannot be recycled, or nothing is to be kept --> killed, placement group removed
     take(worker_group_id)      --> the next load's placements (`actors.coordination.load_run`)
 
-`cluster.scheduling.warm_pool` decides which group is taken or ended for whom. A group that loses a worker ends
+`cluster.scheduling.topology` decides which group is taken or ended for whom. A group that loses a worker ends
 as a whole. A coordinator that is restarted knows of no worker groups: their workers are orphans then (see `orphans`).
 """
 
@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from actors.coordination import spawn
 from actors.coordination.model_record import ModelRecord, Placement
-from cluster.scheduling.warm_pool import IdleWorkerGroup
+from cluster.scheduling.topology import IdleWorkerGroup
 from cluster.telemetry.report import WorkerGroupStatus
 
 CALL_TIMEOUT_S = 60.0  # for calls to agents, which answer at once when they are well

@@ -1,5 +1,5 @@
 """Pure decisions about a running load: its states, leases, retries, placements and holders.
 
-Read `load_state.py` first, then `topology.py` and `warm_pool.py` (placements), `lease_queue.py`, `retry.py` and
+Read `load_state.py` first, then `topology.py` (placements), `lease_queue.py`, `retry.py` and
 `concurrency.py` (fetching), and `holders.py` (when a model may be released).
 """

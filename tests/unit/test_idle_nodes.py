@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scheduling.warm_pool import IdleNodes
+from cluster.scheduling.topology import IdleNodes
 
 looks = st.lists(st.tuples(st.floats(0, 5), st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc"))))
 

@@ -13,8 +13,7 @@ from cluster.fit.needs import WORKER_BYTES
 from cluster.fit.options import DeviceMapOptions, FitOptions
 from cluster.layouts.mesh import Layout
 from cluster.planning.packed_plan import RankFacts
-from cluster.scheduling.topology import NodeInfo, assign_gpus
-from cluster.scheduling.warm_pool import IdleWorkerGroup, choose
+from cluster.scheduling.topology import IdleWorkerGroup, NodeInfo, assign_gpus, choose
 from storage.host.memory import GpuMemory, MemoryPool
 
 GB = 10**9

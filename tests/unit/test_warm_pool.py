@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from cluster.errors import NotEnoughResources
 from cluster.layouts.mesh import Layout
-from cluster.scheduling.topology import NodeInfo, assign_ranks
-from cluster.scheduling.warm_pool import IdleWorkerGroup, choose, in_the_way, packing, with_kept_memory
+from cluster.scheduling.topology import (
+    IdleWorkerGroup,
+    NodeInfo,
+    assign_ranks,
+    choose,
+    in_the_way,
+    packing,
+    with_kept_memory,
+)
 
 SEATS = 8
 
