@@ -15,7 +15,6 @@ import os
 import uuid
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
 from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
 from storage.errors import LongshoreError
+from storage.host.processes import pid_namespace
 from storage.problems import MAX_LISTED, quote
 
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
@@ -138,9 +138,8 @@ def group_of_engine() -> dict[str, Any]:
     if world.world_size < 2:
         return {}
     # Where Ray starts the workers, none of them knows how many are on its machine. So they tell each other where they
-    # are: those of one machine and PID namespace can share memory. The first worker's random name is the group's.
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    place = f"{machine} {os.stat('/proc/self/ns/pid').st_ino}"
+    # are: those of one PID namespace can share memory. The first worker's random name is the group's.
+    place = pid_namespace()
     told: list[tuple[str, str]] = [("", "")] * world.world_size
     torch.distributed.all_gather_object(told, (uuid.uuid4().hex, place), group=world.cpu_group)
     here = [rank for rank, (_, there) in enumerate(told) if there == place]

@@ -169,9 +169,12 @@ class RankWork:
         """Everything that waits here ends; the first error counts."""
         with self._exchange:
             self.state.stop(error)
-            self._fetcher.end_reads()
-            for condition in (self._fetch, self._again, self._place, self._exchange):
-                condition.notify_all()
+            self._end_waits()
+
+    def _end_waits(self) -> None:
+        self._fetcher.end_reads()
+        for condition in (self._fetch, self._again, self._place, self._exchange):
+            condition.notify_all()
 
     def _wake_exchange(self) -> None:
         """Wake the exchange loop if something is due earlier than it knows: most chunks only add to the next update."""
@@ -329,7 +332,7 @@ class ChunkLoader:
         """The arena is closed after this."""
 
     def _fetch_loop(self) -> None:
-        """Fetch one lease after the other until the work stops. Runs in each fetch thread."""
+        """Fetch one lease after the other until the work stops. Runs in each fetch thread. Every subclass has it."""
         raise NotImplementedError
 
     def _answered(self) -> None:

@@ -36,7 +36,7 @@ from cluster.messages import ArenaAccess, JoinReply, NodeJob, Orders, RankHello,
 from cluster.planning.packed_plan import ReaderTables
 from cluster.telemetry.report import NodeReport
 from storage.errors import ArenaError, LongshoreError
-from storage.host.processes import ProcessId
+from storage.host.processes import ProcessId, pid_namespace
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class OwnHost:
         name = "private-" + uuid.uuid4().hex[:12] if folder is None else f"user-{os.geteuid()}"
         given = config if config.window_bytes else config.model_copy(update={"window_bytes": WINDOW_BYTES})
         # Containers may share /dev/shm, and have the same folder. Pids of one mean nothing in another.
-        place = f"{folder or name} {os.stat('/proc/self/ns/pid').st_ino}"
+        place = f"{folder or name} {pid_namespace()}"
         self._agent = NodeAgent(given, name, place)
         try:
             self._agent.facts()  # raises if there is no room for the arena
@@ -334,9 +334,8 @@ class HostLink:
         """End the use of the host. Later calls raise ReaderClosed. Idempotent."""
         self._ends.set()
         with self._lock:
-            host, self._host = self._host, None
-        if host is not None:
-            PROCESS_HOST.leave(host)
+            host = self._host
+        self._leave(host)
 
     def _join(self, host: Host, hello: RankHello) -> JoinReply:
         # Also where the load is known: the host compares its revision with this reader's.
@@ -348,6 +347,13 @@ class HostLink:
                 raise closed()
         return host.join(hello)
 
+    def _leave(self, host: Host | None) -> None:
+        with self._lock:
+            if host is None or self._host is not host:
+                return  # another thread has left it
+            self._host = None
+        PROCESS_HOST.leave(host)
+
     def _ask(self, call: Callable[[Host], T]) -> T:
         with self._lock:
             if self._host is None:
@@ -358,10 +364,5 @@ class HostLink:
         try:
             return call(host)
         except (ClusterLost, AgentEnded) as error:
-            with self._lock:
-                left = self._host is host  # else another thread has left it
-                if left:
-                    self._host = None
-            if left:
-                PROCESS_HOST.leave(host)
+            self._leave(host)
             raise ClusterLost("the host of the arena has ended", cause=type(error).__name__) from error

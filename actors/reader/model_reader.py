@@ -173,9 +173,7 @@ class ReaderWork(RankWork):
             self.state.close()
             self.state.drain(time.monotonic())
             self.state.abandon()
-            self._fetcher.end_reads()
-            for condition in (self._fetch, self._again, self._place, self._exchange):
-                condition.notify_all()
+            self._end_waits()
 
 
 class ModelReader(ChunkLoader):

@@ -70,6 +70,12 @@ class ProcessId:
         return True
 
 
+def pid_namespace() -> str:
+    """Return the name of this machine's boot and of the PID namespace: processes that have it in common know pids."""
+    boot = Path(_PROC, "sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat(Path(_PROC, 'self/ns/pid')).st_ino}"
+
+
 def _start_time(pid: int) -> int | None:
     """Return field 22 of /proc/<pid>/stat; None for a process without a living thread. Raises OSError."""
     process = _PROC / str(pid)

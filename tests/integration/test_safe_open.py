@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from cluster.config import Config
 from cluster.errors import ConfigError, RankTaken, ReaderClosed, TensorNotFound
 from storage.arena.arena_files import arena_path
 from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound, RevisionMismatch
+from storage.host.processes import pid_namespace
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_tiny_llama
 from tests.support.counting_proxy import CountingProxy
 from tests.support.stored_models import StoredModel
@@ -357,49 +359,31 @@ def test_nothing_is_left_of_the_host_when_a_forked_process_lives_on(tmp_path: Pa
 def test_a_program_that_was_replaced_is_no_host(tmp_path: Path):
     folder = tmp_path / "model"
     write_model(folder)
-    program = run(
-        """
-        f = cluster.safe_open(folder, config=config)
-        f.get_tensor("layers.0.weight")
-        os.execvp("sh", ["sh", "-c", "echo now; exec sleep 60"])
-        """,
-        folder,
-    )
-    try:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "now\n"
-        with cluster.safe_open(folder, config=CONFIG) as ours:
-            ours.get_tensor("layers.1.weight")
-            assert (ours.report()["host"], ours.report()["why_private"]) == (os.getpid(), "")
-    finally:
-        program.kill()
-        program.communicate()
+    code = """
+    f = cluster.safe_open(folder, config=config)
+    f.get_tensor("layers.0.weight")
+    os.execvp("sh", ["sh", "-c", "echo up; exec sleep 60"])
+    """
+    with living(code, folder), cluster.safe_open(folder, config=CONFIG) as ours:
+        ours.get_tensor("layers.1.weight")
+        assert (ours.report()["host"], ours.report()["why_private"]) == (os.getpid(), "")
 
 
 def test_a_host_of_another_version_is_not_shared(tmp_path: Path):
     folder = tmp_path / "model"
     write_model(folder)
-    other = run(
-        """
-        from actors.reader import door
-        door.VERSION = (99, "9.9.9")
-        with cluster.safe_open(folder, config=config) as f:
-            f.get_tensor("layers.0.weight")
-            print("up", flush=True)
-            time.sleep(60)
-        """,
-        folder,
-    )
-    try:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "up\n"
-        with cluster.safe_open(folder, config=CONFIG) as ours:
-            ours.get_tensor("layers.1.weight")
-            assert not ours.report()["shared"]
-            assert "9.9.9" in ours.report()["why_private"]
-    finally:
-        other.kill()
-        other.communicate()
+    code = """
+    from actors.reader import door
+    door.VERSION = (99, "9.9.9")
+    with cluster.safe_open(folder, config=config) as f:
+        f.get_tensor("layers.0.weight")
+        print("up", flush=True)
+        time.sleep(60)
+    """
+    with living(code, folder), cluster.safe_open(folder, config=CONFIG) as ours:
+        ours.get_tensor("layers.1.weight")
+        assert not ours.report()["shared"]
+        assert "9.9.9" in ours.report()["why_private"]
 
 
 def test_a_report_is_no_use_of_the_host(tmp_path: Path):
@@ -457,6 +441,19 @@ def run(
     ]
     command = [sys.executable, "-c", "\n".join(lines)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environ})
+
+
+@contextmanager
+def living(code: str, folder: Path) -> Iterator[None]:
+    """A process that runs the code, from when it says "up" until the end of the block."""
+    process = run(code, folder)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def ended(process: subprocess.Popen[str]) -> int:
@@ -558,8 +555,7 @@ def test_another_process_adopts_the_arena_of_a_killed_host(tmp_path: Path):
 def test_the_arena_is_gone_when_all_processes_have_ended(tmp_path: Path, own_host: Path):
     folder = tmp_path / "model"
     write_tiny_llama(folder)
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    arena = arena_path(f"user-{os.geteuid()}", f"{own_host / 'longshore'} {namespace}")
+    arena = arena_path(f"user-{os.geteuid()}", f"{own_host / 'longshore'} {pid_namespace()}")
     code = """
     f = cluster.safe_open(folder, config=config)
     f.get_tensor(f.keys()[0])

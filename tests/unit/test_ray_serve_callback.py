@@ -25,7 +25,7 @@ class Downloads(enum.Enum):
 
 
 class LLMConfig:
-    """What the callback touches of Ray's own."""
+    """The parts of Ray's LLMConfig that the callback touches."""
 
     def __init__(self, source: Any, **engine_kwargs: Any) -> None:
         self.model_loading_config = SimpleNamespace(model_id="tiny", model_source=source)
