@@ -164,6 +164,7 @@ class RankMachine(RuleBasedStateMachine):
         assert not self.state.results.fetched
         if arrives:
             self.open, self.granted = {}, {}
+            self.reported |= {*hello.placed}
             reply, now_s = JoinReply("", batch=self.batch), self.now_s
             self._happens(lambda: self.state.welcomed(hello, reply, now_s))
 
