@@ -33,16 +33,19 @@ def one_node(longshore: Longshore) -> Iterator[Any]:
         remove_placement_group(group)
 
 
+def room_for(loads: int) -> pytest.MarkDecorator:
+    """An arena in which so many loads have their minimum at once."""
+    return pytest.mark.cluster_settings(empty=True, arena_bytes=loads * min_slots(2) * MIB, stuck_after_s=8)
+
+
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(
-    ("loads", "strike"),
-    [(1, signal.SIGKILL), (1, signal.SIGSTOP), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
-    ids=["queued-killed", "queued-stopped", "beside-each-other-killed", "beside-each-other-stopped"],
+    "loads", [pytest.param(1, marks=room_for(1)), pytest.param(2, marks=room_for(2))], ids=["queued", "beside"]
 )
 def test_a_rank_that_dies_or_stops_blocks_no_other(
     longshore: Longshore, llama: StoredModel, one_node: Any, strike: int, loads: int
 ) -> None:
-    """`loads`: the number of loads that have their minimum at once."""
-    longshore.configure(empty=True, arena_bytes=loads * min_slots(2) * MIB, stuck_after_s=8)
+    """`loads`: how many have their minimum at once, by the size of the arena."""
     layouts = [(2, 1), (1, 2)]  # the same chunks: one load waits for what the other fetches
     with ThreadPoolExecutor(2) as pool, GatedProxy(llama.server.endpoint_url, ranges=6) as proxy:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "placement_group": one_node, "device": "cpu"}
@@ -62,8 +65,8 @@ def test_a_rank_that_dies_or_stops_blocks_no_other(
             assert differs == [[], []]
 
 
+@pytest.mark.cluster_settings(empty=True, arena_bytes=min_slots(2) * MIB, slots_wait_s=2)
 def test_a_load_waits_for_slots_until_its_time_is_over(longshore: Longshore, llama: StoredModel, one_node: Any) -> None:
-    longshore.configure(empty=True, arena_bytes=min_slots(2) * MIB, slots_wait_s=2)
     with ThreadPoolExecutor(1) as pool, GatedProxy(llama.server.endpoint_url, ranges=6) as proxy:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "placement_group": one_node, "device": "cpu"}
         first = pool.submit(cluster.load, llama.uri, tensor_parallel_size=2, **options)

@@ -81,11 +81,11 @@ def test_every_request_is_signed_by_the_clock_of_the_store(
         assert not [what for what in server.seen if "Signature" in what]
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_a_load_goes_on_with_renewed_credentials(
     longshore: Longshore, llama: StoredModel, credentials_file: Path
 ) -> None:
     """The planning process, and every rank for itself: each has the source of credentials, not a copy."""
-    longshore.configure(empty=True)
     with server_of(llama) as server:
         first = server.issue(credentials_file)
 

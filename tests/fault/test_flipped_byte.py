@@ -17,11 +17,11 @@ SHARD = "model-00002-of-00003.safetensors"
 AT = 3_000_000
 
 
+@pytest.mark.cluster_settings(empty=True)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_flipped_byte_is_found_by_its_digest(
     longshore: Longshore, llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel], tp: int
 ) -> None:
-    longshore.configure(empty=True)
     damaged = copy_of(llama)
     # The object keeps its size, ETag and date, so only the digest changes.
     with (damaged.in_bucket / SHARD).open("r+b") as file:

@@ -84,9 +84,9 @@ def held_by(longshore: Longshore, process: subprocess.Popen[str]) -> list[SlotHo
     return [holder for holder in holders(longshore) if holder.pid == process.pid]
 
 
+@pytest.mark.cluster_settings(empty=True, idle_agent_s=1.0, **SMALLEST)
 @pytest.mark.parametrize("state", ["begun", "loading", "to be ended", "loaded"])
 def test_a_node_share_ends_with_its_process(longshore: Longshore, llama: StoredModel, state: str) -> None:
-    longshore.configure(empty=True, idle_agent_s=1.0, **SMALLEST)
     with GatedProxy(llama.server.endpoint_url, ranges=4) as proxy:
         if state != "loading":
             proxy.open()
@@ -105,8 +105,8 @@ def test_a_node_share_ends_with_its_process(longshore: Longshore, llama: StoredM
             assert int(line(another)) > 1
 
 
+@pytest.mark.cluster_settings(empty=True, **SMALLEST)
 def test_a_process_that_waits_for_slots(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(empty=True, **SMALLEST)
     with GatedProxy(llama.server.endpoint_url, ranges=4) as proxy:
         options = {"endpoint_url": proxy.endpoint_url}
         with host(longshore, llama, "", **options) as first, host(longshore, llama, "", **options) as second:
@@ -122,8 +122,8 @@ def test_a_process_that_waits_for_slots(longshore: Longshore, llama: StoredModel
             assert int(line(other)) > 1
 
 
+@pytest.mark.cluster_settings(empty=True, slots_wait_s=1.0, **SMALLEST)
 def test_a_wait_for_slots_ends_and_names_their_holders(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(empty=True, slots_wait_s=1.0, **SMALLEST)
     with (
         GatedProxy(llama.server.endpoint_url, ranges=4) as proxy,
         host(longshore, llama, "", endpoint_url=proxy.endpoint_url) as process,
@@ -139,9 +139,9 @@ def test_a_wait_for_slots_ends_and_names_their_holders(longshore: Longshore, lla
         assert int(line(process)) > 1
 
 
+@pytest.mark.cluster_settings(empty=True, **SMALLEST)
 def test_a_process_lives_on_without_its_first_thread(longshore: Longshore, llama: StoredModel) -> None:
     """The process keeps the slots that it still writes to."""
-    longshore.configure(empty=True, **SMALLEST)
     with (
         GatedProxy(llama.server.endpoint_url, ranges=4) as proxy,
         host(longshore, llama, "without its first thread", endpoint_url=proxy.endpoint_url) as process,

@@ -21,7 +21,10 @@ from tests.support.ray_clusters import Longshore, eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, arena_bytes=16 << 20),
+]
 
 
 class Case:
@@ -156,7 +159,6 @@ SHORT = {
 
 @pytest.fixture
 def case(longshore: Longshore, llama: StoredModel) -> Iterator[Case]:
-    longshore.configure(cpu_ranks_per_node=2, arena_bytes=16 << 20)
     with ThreadPoolExecutor(1) as pool, GatedProxy(llama.server.endpoint_url, ranges=10) as proxy:
         case = Case(longshore, llama, proxy, pool)
         try:

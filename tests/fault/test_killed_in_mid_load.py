@@ -24,8 +24,8 @@ def half(longshore: Longshore, llama: StoredModel) -> Iterator[HalfLoad]:
         yield HalfLoad(longshore, llama, proxy, pool)
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_a_killed_worker_is_replaced(longshore: Longshore, half: HalfLoad) -> None:
-    longshore.configure(empty=True)
     loading = half.begin(tensor_parallel_size=2)
     first, second = sorted(longshore.worker_pids())
     longshore.kill(second)
@@ -39,8 +39,8 @@ def test_a_killed_worker_is_replaced(longshore: Longshore, half: HalfLoad) -> No
         # How many of its leases ended with it is up to chance: one rank may hold all of them (see test_node_ledger).
 
 
+@pytest.mark.cluster_settings(empty=True, rank_restarts=0)
 def test_a_worker_that_dies_too_often_ends_the_load(longshore: Longshore, half: HalfLoad) -> None:
-    longshore.configure(empty=True, rank_restarts=0)
     loading = half.begin(tensor_parallel_size=2)
     longshore.kill(sorted(longshore.worker_pids())[0])
     with pytest.raises(cluster.RankLost, match="rank 0 was lost 1 times"):
@@ -68,9 +68,9 @@ def test_a_coordinator_killed_after_ready_is_not_missed(longshore: Longshore, ha
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(holder_ttl_s=8)
 def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Longshore, half: HalfLoad) -> None:
     """Also when keep came later than the load, and when it was taken back."""
-    longshore.configure(holder_ttl_s=8)
     half.proxy.open()
     options = {**half.stored.options, "device": "cpu"}
     cluster.load(half.stored.uri, **options).release()
@@ -85,9 +85,9 @@ def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Long
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(empty=True, orphan_after_s=6)
 def test_workers_end_when_agent_and_coordinator_are_killed(longshore: Longshore, half: HalfLoad) -> None:
     """No process knows the model any more: its workers are found by their names and ended."""
-    longshore.configure(empty=True, orphan_after_s=6)
     half.proxy.open()
     model = cluster.load(half.stored.uri, tensor_parallel_size=2, device="cpu", keep=True, **half.stored.options)
     (agent,) = longshore.actor_names("agent-")
@@ -113,8 +113,8 @@ def test_a_rank_lost_after_ready_is_filled_again(longshore: Longshore, half: Hal
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(empty=True, stuck_after_s=10, read_timeout_s=240, lease_deadline_s=240)
 def test_a_stopped_worker_is_taken_for_lost(longshore: Longshore, half: HalfLoad) -> None:
-    longshore.configure(empty=True, stuck_after_s=10, read_timeout_s=240, lease_deadline_s=240)
     loading = half.begin(tensor_parallel_size=2)
     stopped = half.readers()[0]  # one that has not spoken yet is given longer
     longshore.kill(stopped, signal.SIGSTOP)

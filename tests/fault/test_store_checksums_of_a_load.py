@@ -52,8 +52,8 @@ def _flip(path: Path, at: int) -> None:
     os.utime(path, ns=(date.st_atime_ns, date.st_mtime_ns))
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_objects_are_checked_and_a_flipped_byte_ends_the_load(longshore: Longshore, unpublished: StoredModel) -> None:
-    longshore.configure(empty=True)
     fsdp = 2
 
     def load() -> cluster.LoadedModel:

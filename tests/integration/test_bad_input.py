@@ -132,8 +132,8 @@ def test_impossible_splits_are_refused(checked: Longshore, llama: StoredModel, o
 # -- the cluster's resources -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cluster_settings(cpu_ranks_per_node=2)
 def test_more_ranks_than_places(checked: Longshore, llama: StoredModel) -> None:
-    checked.configure(cpu_ranks_per_node=2)
     with cluster.load(llama.uri, fsdp_size=3, device="cpu", **llama.options) as holder:
         with pytest.raises(cluster.NotEnoughResources) as caught:
             cluster.load(llama.uri, fsdp_size=2, device="cpu", **llama.options)
@@ -195,8 +195,8 @@ def test_a_load_waits_for_gpus_held_by_others(checked: Longshore, llama: StoredM
             ray.kill(hog)
 
 
+@pytest.mark.cluster_settings(cpu_ranks_per_node=1)
 def test_waiting_for_places_that_a_model_holds(checked: Longshore, llama: StoredModel, odd: StoredModel) -> None:
-    checked.configure(cpu_ranks_per_node=1)
     holder = cluster.load(odd.uri, fsdp_size=2, device="cpu", **odd.options)
     with ThreadPoolExecutor(1) as pool:
         waiting = load_that_waits(pool, llama, holder.model_id, device="cpu")
@@ -209,22 +209,22 @@ def test_a_gpu_that_torch_cannot_use(checked: Longshore, llama: StoredModel) -> 
         cluster.load(llama.uri, tensor_parallel_size=2, device="cuda", **llama.options)
 
 
+@pytest.mark.cluster_settings(arena_bytes=1 << 50, window_bytes=1 << 50)
 def test_an_arena_that_shared_memory_cannot_hold(checked: Longshore, llama: StoredModel) -> None:
-    checked.configure(arena_bytes=1 << 50, window_bytes=1 << 50)
     for _ in range(2):  # each load tries anew: somebody may have enlarged it
         with pytest.raises(cluster.ArenaTooLarge, match="room"):
             cluster.load(llama.uri, device="cpu", **llama.options)
         eventually(lambda: not checked.actor_names("agent-"), "an agent that has no arena is left")
 
 
+@pytest.mark.cluster_settings(arena_bytes=2 << 20)
 def test_an_arena_too_small_to_go_on(checked: Longshore, llama: StoredModel) -> None:
-    checked.configure(arena_bytes=2 << 20)
     with pytest.raises(cluster.DoesNotFit, match="arena slots"):
         cluster.load(llama.uri, device="cpu", **llama.options)
 
 
+@pytest.mark.cluster_settings(host_reserve_bytes=1 << 50)
 def test_a_model_larger_than_host_memory(checked: Longshore, llama: StoredModel) -> None:
-    checked.configure(host_reserve_bytes=1 << 50)
     with pytest.raises(cluster.DoesNotFit, match="host memory"):
         cluster.load(llama.uri, device="cpu", **llama.options)
 
@@ -264,10 +264,10 @@ def test_a_client_of_another_version(longshore: Longshore, monkeypatch: pytest.M
     assert len(longshore.status().models) == len(before)
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_an_agent_of_another_version(longshore: Longshore, llama: StoredModel) -> None:
     import ray
 
-    longshore.configure(empty=True)
     for node in ray.nodes():
         longshore.start_other_agent(node["NodeID"])
     options = {"fsdp_size": 2, "device": "cpu", **llama.options}

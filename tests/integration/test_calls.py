@@ -187,11 +187,11 @@ def test_a_cancelled_task_returns_and_its_function_can_notice(model: cluster.Loa
     asyncio.run(cancel_call_and_copy())
 
 
+@pytest.mark.cluster_settings(warm_workers_s=300.0)
 def test_a_forced_release_ends_a_stuck_function(
     longshore: Longshore, pool: ThreadPoolExecutor, llama: StoredModel, tmp_path: Path
 ) -> None:
     """It works for any holder, and also where workers are kept for the next load."""
-    longshore.configure(warm_workers_s=300.0)
     model = cluster.load(llama.uri, device="cpu", **llama.options)
     calling = pool.submit(model.call, wait_in, tmp_path)
     arrived(tmp_path)

@@ -38,10 +38,10 @@ class Engine:
         return float(self.kept.float().abs().sum())
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_ranks_in_the_users_own_actors(longshore: Longshore, llama: StoredModel) -> None:
     import ray
 
-    longshore.configure(empty=True)
     folder = str(llama.folder)
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
@@ -76,11 +76,11 @@ def test_ranks_in_the_users_own_actors(longshore: Longshore, llama: StoredModel)
         ray.kill(engine)
 
 
+@pytest.mark.cluster_settings(empty=True, idle_agent_s=1.0)
 def test_a_group_loads_one_revision(longshore: Longshore, tmp_path: Path) -> None:
     """Between the plans of its processes the model is published again."""
     import ray
 
-    longshore.configure(empty=True, idle_agent_s=1.0)
     folder, options = tmp_path / "model", {"fsdp_size": 2}
 
     def publish(seed: int) -> None:
@@ -124,10 +124,10 @@ def test_ranks_of_several_processes_name_their_group_or_revision(longshore: Long
         assert len(shard) > 1
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_a_group_is_bound_although_its_nodes_agent_dies(longshore: Longshore, tmp_path: Path) -> None:
     import ray
 
-    longshore.configure(empty=True)
     folder = tmp_path / "model"
 
     def publish(seed: int) -> None:
@@ -148,8 +148,8 @@ def test_a_group_is_bound_although_its_nodes_agent_dies(longshore: Longshore, tm
     ray.kill(engine)
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_a_host_stops_waiting_for_a_stuck_agent(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(empty=True)
     with cluster.host_rank(llama.uri, 0, **llama.options):  # there is an agent
         pass
     pid = longshore.kill(*longshore.actor_names("agent-"), signal.SIGSTOP)
@@ -163,8 +163,8 @@ def test_a_host_stops_waiting_for_a_stuck_agent(longshore: Longshore, llama: Sto
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_a_host_waits_no_longer_than_its_timeout(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(empty=True)
     for ranges in (0, 4):  # while it plans, and while it loads
         with GatedProxy(llama.server.endpoint_url, ranges=ranges) as proxy:
             if not ranges:
@@ -175,8 +175,8 @@ def test_a_host_waits_no_longer_than_its_timeout(longshore: Longshore, llama: St
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_a_host_goes_on_with_another_agent_after_a_shutdown(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(empty=True)
     with GatedProxy(llama.server.endpoint_url, ranges=4) as proxy, ThreadPoolExecutor(1) as pool:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url}
 
@@ -217,10 +217,10 @@ def read_on_demand(uri: str, options: dict[str, Any], folder: str) -> dict[str, 
         return ours.report()
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_readers_share_the_arena_of_their_nodes_agent(longshore: Longshore, llama: StoredModel) -> None:
     import ray
 
-    longshore.configure(empty=True)
     with cluster.load(llama.uri, **llama.options, device="cpu", address=longshore.address) as model:
         (node,) = {rank.node for rank in model.report.ranks}
         there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)

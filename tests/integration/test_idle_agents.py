@@ -13,8 +13,8 @@ from tests.support.stored_models import StoredModel
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.cluster_settings(idle_agent_s=1.0)
 def test_an_idle_agent_ends_and_starts_again_with_the_next_model(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(idle_agent_s=1.0)
     model = cluster.load(llama.uri, device="cpu", **llama.options)
     time.sleep(2.5)
     assert longshore.actor_names("agent-"), "it has a model"

@@ -36,11 +36,11 @@ def test_llama_slices(longshore: Longshore, llama: StoredModel, tp: int, fsdp: i
         assert [rank.rank for rank in model.report.ranks] == list(model.ranks)
 
 
+@pytest.mark.cluster_settings(empty=True)
 @pytest.mark.parametrize(("fsdp", "placement"), [(1, "direct"), (2, "via_arena"), (4, "direct")])
 def test_a_third_party_checkpoint_loads_exactly(
     longshore: Longshore, minilm: StoredModel, fsdp: int, placement: str
 ) -> None:
-    longshore.configure(empty=True)
     with cluster.load(minilm.uri, fsdp_size=fsdp, device="cpu", placement=placement, **minilm.options) as model:
         assert model.report.placement_mode == placement
         assert model.report.store_bytes == sum(node.needed_bytes for node in model.report.nodes)

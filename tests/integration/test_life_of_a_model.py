@@ -102,8 +102,8 @@ def test_two_clients_share_a_model_and_the_last_one_frees_it(longshore: Longshor
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(holder_ttl_s=TTL_S)
 def test_a_kept_model_outlives_its_client_until_released(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(holder_ttl_s=TTL_S)
     with other_client(longshore, llama, llama.server.endpoint_url, "keep") as other:
         model_id, _ = other.stdout.readline().split()
     eventually(lambda: longshore.models()[0].holders == 0, "the client still holds it")
@@ -152,8 +152,8 @@ def test_release_names_other_holders_and_keeps_later_holds(longshore: Longshore,
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(holder_ttl_s=TTL_S)
 def test_the_hold_of_a_killed_client_lapses(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(holder_ttl_s=TTL_S)
     with other_client(longshore, llama, llama.server.endpoint_url) as other:
         other.stdout.readline()
         assert states(longshore) == ["ready"]
@@ -162,10 +162,10 @@ def test_the_hold_of_a_killed_client_lapses(longshore: Longshore, llama: StoredM
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(holder_ttl_s=TTL_S)
 def test_a_load_ends_when_its_client_is_killed_in_the_middle(
     longshore: Longshore, llama: StoredModel, gate: GatedProxy
 ) -> None:
-    longshore.configure(holder_ttl_s=TTL_S)
     with other_client(longshore, llama, gate.endpoint_url) as other:
         gate.wait_until_held()
         other.kill()

@@ -80,8 +80,8 @@ def test_a_restarted_coordinator_goes_on_with_the_same_series(longshore: Longsho
     again.release()
 
 
+@pytest.mark.cluster_settings(empty=True, metrics_port=0)
 def test_a_restarted_agent_is_another_series_and_the_first_stays(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(empty=True, metrics_port=0)
     model = cluster.load(llama.uri, device="cpu", keep=True, **llama.options)
     url = longshore.status().metrics_url
     moved = sum(model.report.bytes_by_source.values())
@@ -99,10 +99,10 @@ def test_a_restarted_agent_is_another_series_and_the_first_stays(longshore: Long
     client.release(model.model_id, force=True, address=longshore.address)
 
 
+@pytest.mark.cluster_settings(empty=True, metrics_port=0)
 def test_failed_loads_and_lost_ranks_are_counted(
     longshore: Longshore, llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel]
 ) -> None:
-    longshore.configure(empty=True, metrics_port=0)
     url = longshore.status().metrics_url
     damaged = copy_of(llama)
     shard = next(path for path in Path(damaged.in_bucket).iterdir() if path.suffix == ".safetensors")

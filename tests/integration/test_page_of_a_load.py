@@ -34,7 +34,6 @@ def body(readable: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 @pytest.fixture
 def seen(longshore: Longshore, llama: StoredModel) -> Iterator[Watched]:
-    longshore.configure()
     settings = ServingSettings(endpoints=llama.server.endpoint_url, token_sha256=digest_of(TOKEN))
     with (
         chromium() as browser,

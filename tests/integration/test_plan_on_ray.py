@@ -12,10 +12,10 @@ from tests.support.stored_models import StoredModel
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_bytes_by_source_are_those_of_the_next_load(
     longshore: Longshore, llama: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longshore.configure(empty=True)
     # The nodes claim to have GPUs, which are none.
     monkeypatch.setattr(preview, "resolve_device", lambda infos, device: "cpu")
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,22 @@ def test_members_with_other_chunks_are_no_group(tmp_path: Path):
             pytest.raises(RevisionMismatch),
         ):
             second.get_tensor("layers.0.weight")
+
+
+def test_close_ends_a_read_that_waits_for_slots(tmp_path: Path):
+    smallest = CONFIG.model_copy(update={"arena_bytes": 3 << 20, "window_bytes": 3 << 20})  # for one model
+    for name in ("first", "second"):
+        write_model(tmp_path / name)
+    with cluster.safe_open(tmp_path / "first", config=smallest) as first, ThreadPoolExecutor(1) as pool:
+        first.get_tensor("layers.0.weight")
+        second = cluster.safe_open(tmp_path / "second", config=smallest)
+        reading = pool.submit(second.get_tensor, "layers.0.weight")
+        with pytest.raises(TimeoutError):
+            reading.result(1)
+        second.close()
+        with pytest.raises(ReaderClosed):
+            reading.result(2)  # before the first one is idle for so long that its slots are taken
+        first.get_tensor("layers.11.weight")
 
 
 # --- several processes ------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ TOKEN = "a-token-of-sufficient-length"
 
 @pytest.fixture
 def api(longshore: Longshore, llama: StoredModel) -> Iterator[httpx.Client]:
-    longshore.configure()
     settings = ServingSettings(endpoints=llama.server.endpoint_url, token_sha256=digest_of(TOKEN))
     with (
         http_server(Service(settings, Config(), longshore.address)) as url,
@@ -136,7 +135,6 @@ def test_a_load_can_be_cancelled(api: httpx.Client, readable: dict[str, Any], lo
 
 
 def test_streams_and_loads_are_bounded(longshore: Longshore, readable: dict[str, Any], llama: StoredModel) -> None:
-    longshore.configure()
     settings = ServingSettings(endpoints=llama.server.endpoint_url, streams=1, loads=1)
     with (
         http_server(Service(settings, Config(), longshore.address)) as url,

@@ -219,10 +219,10 @@ def test_a_process_can_load_and_hold_again_after_shutdown(longshore: Longshore, 
         assert model.call(len) == [len(model.state_dict(0))]
 
 
+@pytest.mark.cluster_settings(holder_ttl_s=TTL_S)
 def test_a_version_mismatch_does_not_end_what_a_process_holds(
     longshore: Longshore, llama: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longshore.configure(holder_ttl_s=TTL_S)
     with cluster.load(llama.uri, device="cpu", **llama.options) as model:
         with monkeypatch.context() as patched:
             patched.setattr(connection, "PROTOCOL_VERSION", -1)

@@ -24,8 +24,8 @@ def sent_bytes(proxy: CountingProxy) -> int:
     return sum(size for path, size in proxy.bytes_by_path().items() if path.endswith(".safetensors"))
 
 
+@pytest.mark.cluster_settings(empty=True)
 def test_each_chunk_leaves_once_and_none_the_second_time(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure(empty=True)
     with CountingProxy(llama.server.endpoint_url) as proxy:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
         with cluster.load(llama.uri, tensor_parallel_size=2, **options) as model:
@@ -46,9 +46,9 @@ def test_each_chunk_leaves_once_and_none_the_second_time(longshore: Longshore, l
                 assert model.call(shard_differs, str(llama.folder), tp, fsdp, KV_HEADS) == [[], []]
 
 
+@pytest.mark.cluster_settings(arena_bytes=9 << 20)
 def test_a_model_larger_than_the_arena(longshore: Longshore, llama: StoredModel) -> None:
     """Twenty chunks through nine slots: every chunk once, and host memory for nine."""
-    longshore.configure(arena_bytes=9 << 20)
     with CountingProxy(llama.server.endpoint_url) as proxy:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
         with cluster.load(llama.uri, tensor_parallel_size=2, **options) as model:
@@ -59,9 +59,9 @@ def test_a_model_larger_than_the_arena(longshore: Longshore, llama: StoredModel)
             assert model.call(shard_differs, str(llama.folder), 2, 1, KV_HEADS) == [[], []]
 
 
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2)
 def test_two_nodes_each_fetch_a_chunk_once(longshore: Longshore, llama: StoredModel) -> None:
     """TP 2 x DP 2, two ranks a node: what both nodes need leaves twice, whatever the number of ranks."""
-    longshore.configure(empty=True, cpu_ranks_per_node=2)
     with CountingProxy(llama.server.endpoint_url) as proxy:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
         layout = {"tensor_parallel_size": 2, "data_parallel_size": 2}

@@ -19,17 +19,16 @@ from tests.support.ray_clusters import GPUS_PER_NODE, Longshore, eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
-pytestmark = pytest.mark.slow
-
 MIB = 1 << 20
 WARM_S = 300.0  # longer than any test
 TP = 2
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster_settings(warm_workers_s=WARM_S)]
 
 
 @pytest.fixture
 def warm(longshore: Longshore) -> Iterator[Longshore]:
     """The cluster with a coordinator that keeps workers; none of them is left after the test."""
-    longshore.configure(warm_workers_s=WARM_S)
     yield longshore
     if COORDINATOR in longshore.actor_names():
         release_warm(address=longshore.address)
@@ -107,8 +106,8 @@ def test_streaming_begins_and_ends_before_torch_is_imported(warm: Longshore, lla
         assert has_torch() == [True] * TP
 
 
+@pytest.mark.cluster_settings(warm_workers_s=WARM_S, cpu_ranks_per_node=2)
 def test_an_idle_worker_group_ends_only_when_a_load_needs_room(warm: Longshore, llama: StoredModel) -> None:
-    warm.configure(warm_workers_s=WARM_S, cpu_ranks_per_node=2)
     pids = fresh_worker_group(warm, llama)
     with load(llama, tensor_parallel_size=1):
         assert worker_groups(warm) == [TP]
@@ -122,7 +121,6 @@ def test_an_idle_worker_group_ends_only_when_a_load_needs_room(warm: Longshore, 
 
 def test_gpus_of_a_worker_group_are_taken_over_or_given_back(warm: Longshore, llama: StoredModel) -> None:
     """The GPUs are only counted here: the load ends where a worker would open one."""
-    warm.configure(warm_workers_s=WARM_S)
     pids = fresh_worker_group(warm, llama)
     with pytest.raises(cluster.LongshoreError):
         load(llama, device="cuda", tensor_parallel_size=GPUS_PER_NODE)
@@ -131,11 +129,11 @@ def test_gpus_of_a_worker_group_are_taken_over_or_given_back(warm: Longshore, ll
     assert not warm.placement_groups()
 
 
+@pytest.mark.cluster_settings(warm_workers_s=WARM_S, cpu_ranks_per_node=3)
 def test_a_load_short_of_host_memory_ends_idle_worker_groups(
     warm: Longshore, llama: StoredModel, tmp_path: Path
 ) -> None:
     """It does not fit without them either; but that is known only when they are gone."""
-    warm.configure(warm_workers_s=WARM_S, cpu_ranks_per_node=3)
     fresh_worker_group(warm, llama)
     rows = available_host_bytes() // MIB + 1024  # of 2 MiB: twice the memory, in a file with a hole
     header = json.dumps({"w": {"dtype": "U8", "shape": [rows, 2 * MIB], "data_offsets": [0, rows * 2 * MIB]}}).encode()
@@ -149,15 +147,15 @@ def test_a_load_short_of_host_memory_ends_idle_worker_groups(
     assert worker_groups(warm) == []
 
 
+@pytest.mark.cluster_settings(warm_workers_s=1.0)
 def test_an_idle_worker_group_ends_by_itself(warm: Longshore, llama: StoredModel) -> None:
-    warm.configure(warm_workers_s=1.0)
     load(llama).release()
     eventually(lambda: not worker_groups(warm), "the worker group is still there")
     warm.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(warm_workers_s=WARM_S, empty=True)
 def test_workers_of_failed_or_cancelled_loads_do_not_stay(warm: Longshore, llama: StoredModel) -> None:
-    warm.configure(warm_workers_s=WARM_S, empty=True)
     with GatedProxy(llama.server.endpoint_url, ranges=5) as gate:
         with pytest.raises(cluster.LoadTimeout):
             load(llama, timeout_s=6, endpoint_url=gate.endpoint_url)
@@ -220,8 +218,8 @@ def test_the_next_load_does_not_overwrite_tensors_kept_by_a_call(
 # -- deaths ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cluster_settings(warm_workers_s=WARM_S, rank_restarts=0)
 def test_a_worker_group_that_loses_a_worker_ends(warm: Longshore, llama: StoredModel) -> None:
-    warm.configure(warm_workers_s=WARM_S, rank_restarts=0)
     pids = fresh_worker_group(warm, llama)
     warm.kill(sorted(pids)[0])
     eventually(lambda: not worker_groups(warm), "the worker group is still offered")
@@ -287,9 +285,9 @@ def test_a_restarted_coordinator_finds_a_reused_worker_group(
     assert warm.worker_pids() == pids
 
 
+@pytest.mark.cluster_settings(warm_workers_s=WARM_S, orphan_after_s=6)
 def test_a_worker_group_whose_coordinator_was_killed_ends(warm: Longshore, llama: StoredModel) -> None:
     """No coordinator knows it any more; its workers are orphans."""
-    warm.configure(warm_workers_s=WARM_S, orphan_after_s=6)
     fresh_worker_group(warm, llama)
     warm.wait_restarted(COORDINATOR, warm.kill(COORDINATOR))
     eventually(lambda: not warm.actor_names("worker-"), "the worker group is still there")
@@ -297,12 +295,12 @@ def test_a_worker_group_whose_coordinator_was_killed_ends(warm: Longshore, llama
         assert is_exact(model, llama)
 
 
+@pytest.mark.cluster_settings(warm_workers_s=WARM_S, empty=True, cpu_ranks_per_node=TP + 1)
 @pytest.mark.parametrize("with_worker", [False, True])
 def test_a_new_agent_frees_slots_beside_an_idle_worker_group(
     warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy, with_worker: bool
 ) -> None:
     """Idle workers may map the arena, but they touch no slot: nothing is fenced for their sake."""
-    warm.configure(warm_workers_s=WARM_S, empty=True, cpu_ranks_per_node=TP + 1)
     for _ in range(2):  # from the second load on they leave it mapped
         load(odd, tensor_parallel_size=1, fsdp_size=TP).release()
     (agent,) = warm.actor_names("agent-")

@@ -65,7 +65,6 @@ class Watching:
 
 
 def test_a_load_is_watched_over_the_coordinators_death(longshore: Longshore, llama: StoredModel) -> None:
-    longshore.configure()
     watching = Watching(longshore)
     try:
         first = watching.look()

@@ -1,7 +1,7 @@
 """One real Ray cluster of two nodes for all tests of a session, and what a test does with it.
 
+    @pytest.mark.cluster_settings(holder_ttl_s=2)  # over TEST_SETTINGS; empty=True: with new, empty arenas
     def test_something(longshore: Longshore) -> None:
-        longshore.configure(holder_ttl_s=2)         # settings of the cluster; TEST_SETTINGS when not called
         model = cluster.load(uri, **options, address=longshore.address)
 
 Each node claims two GPUs that do not exist: enough to be counted, never used. After each test every model is gone,
@@ -52,6 +52,8 @@ CREDENTIALS_FILE = Path(tempfile.gettempdir()) / f"longshore-test-credentials-{o
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_prestart_worker_first_driver": "0",  # processes that nothing here would use
+    "RAY_enable_worker_prestart": "0",
     "AWS_SHARED_CREDENTIALS_FILE": str(CREDENTIALS_FILE),
 }
 
@@ -68,6 +70,7 @@ class Longshore:
         self.ray_cluster = ray_cluster
         self.address: str = ray_cluster.address
         self._running: Config | None = None  # settings of the coordinator that runs
+        self._new = False  # it was started by the last call of `configure`
 
     # -- the coordinator ---------------------------------------------------------------------------------------
 
@@ -77,10 +80,12 @@ class Longshore:
         `empty`: not kept, so that the arenas are new and empty.
         """
         wanted = Config(**{**TEST_SETTINGS, **settings})
-        if self._running is not None and (empty or self._running != wanted):
+        is_empty = self._new and not self.actor_names("agent-")
+        if self._running is not None and (self._running != wanted or (empty and not is_empty)):
             self.end_longshore()
         disconnect()
         connection = connect(self.address, wanted, start=False)  # a line to one that runs
+        self._new = connection is None
         if connection is None:
             self.start(**settings)
             connection = connect(self.address, wanted, start=False)
@@ -336,6 +341,7 @@ def new_ray_cluster(**head: Any) -> Iterator[Any]:
 def ray_cluster_of_two() -> Iterator[Any]:
     """Start a `ray.cluster_utils.Cluster` without connecting to it."""
     node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": OBJECT_STORE_BYTES}
+    node["include_log_monitor"] = False  # a process that reads all logs, again and again
     node["env_vars"] = variables(TEST_SETTINGS)
     temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)
     with (
@@ -372,9 +378,22 @@ def connected(two_nodes: Any) -> Iterator[Longshore]:
         ray.shutdown()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests of a file that want the same settings follow each other: for others the coordinator starts again."""
+    first: dict[object, int] = {}
+
+    def place(item: pytest.Item) -> list[int]:
+        marked = item.get_closest_marker("cluster_settings")
+        settings = {name: value for name, value in (marked.kwargs if marked else {}).items() if name != "empty"}
+        return [first.setdefault(key, len(first)) for key in (item.path, (item.path, repr(settings)))]
+
+    items.sort(key=place)
+
+
 @pytest.fixture
-def longshore(connected: Longshore) -> Iterator[Longshore]:
-    """The cluster without a model, with a coordinator of TEST_SETTINGS; the same after the test, or it fails."""
-    connected.configure()
+def longshore(connected: Longshore, request: pytest.FixtureRequest) -> Iterator[Longshore]:
+    """The cluster without a model, with a coordinator of the test's settings; the same after the test, or it fails."""
+    marked = request.node.get_closest_marker("cluster_settings")
+    connected.configure(**(marked.kwargs if marked else {}))
     yield connected
     connected.clean()
