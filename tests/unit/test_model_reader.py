@@ -304,7 +304,8 @@ def test_readers_in_the_process_of_the_next_agent_keep_their_slots(shm_dir: Path
             node.agent = links[0].agent = links[1].agent = node.start_agent()
             node.begin(here.plan, here.load_id, on_demand=True)
             assert ProcessId.current() in node.agent._survivors.left
-            assert (arena := node.agent._arena) is not None
+            arena = node.agent._arena
+            assert arena is not None
             before = [arena.view(slot, 1024).tobytes() for slot in held]
             links[0].cut.clear()
             for tensor in here.tensors:
