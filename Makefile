@@ -84,6 +84,7 @@ $(WEIGHTS): tests/weights.txt $(STAMP)
 # what the benchmark compares with; torch stays as it is
 $(PEERS): $(STAMP)
 	$(INSTALL) --no-build-isolation -e '.[dev,bench]'
+	@PYTHON="$(PYTHON)" tests/engine_environments/make.sh vllm || test $$? = 3  # 3: it cannot be had here
 	@touch $@
 
 $(DOCS): $(DEMO)
@@ -128,7 +129,7 @@ demo: $(DEMO)  ## a 1 GB model, a real S3 server and 4 ranks on this machine
 chaos: $(STAMP)  ## N random loads under random faults; fails unless each is byte-exact or rightly refused
 	$(BIN)/python -m tests.chaos --loads $(N) $(if $(SEED),--seed $(SEED))
 
-peers: $(PEERS)  ## what `make bench` compares with, into .venv
+peers: $(PEERS)  ## what `make bench` compares with, into .venv and .venv-vllm
 
 bench: $(PEERS)  ## every table of docs/benchmarks.md, on this machine: about an hour; needs nginx and 14 GB of memory
 	$(BIN)/python -m bench.everything $(BENCH_ARGS)

@@ -18,6 +18,7 @@ from bench.options import new_parser, output_folder, write_json
 # Name of the step, and of its file -> module and arguments. "loads" writes results.json by itself.
 STEPS: dict[str, tuple[str, ...]] = {
     "loads": ("bench.run",),
+    "engines": ("bench.run", "--only", "vllm*/*,transformers/*", "--out", "bench/out/engines"),
     "hashes": ("bench.hashes",),
     "startup": ("bench.startup",),
     "precision": ("bench.precision",),
@@ -28,6 +29,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 }
 SMALL: dict[str, tuple[str, ...]] = {
     "loads": ("--small",),
+    "engines": ("--small",),
     "hashes": ("--rounds", "1", "--seconds", "0.05"),
     "startup": ("--rounds", "1"),
     "precision": ("--size", "64MiB"),

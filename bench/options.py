@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 from bench.harness.rounds import REPOSITORY
@@ -37,24 +35,16 @@ def add_model_options(parser: argparse.ArgumentParser, size_default: str | None,
 
 
 def positive_int(text: str) -> int:
-    return int(_number(text, lambda value: 1 <= value < math.inf and value == int(value), "a whole number, 1 or more"))
+    """Return a number from 1. Of ValueError argparse makes an error that names the option."""
+    if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
 
 
 def positive_float(text: str) -> float:
-    return _number(text, lambda value: 0 < value < math.inf, "more than 0")
-
-
-def float_from_zero(text: str) -> float:
-    return _number(text, lambda value: 0 <= value < math.inf, "0 or more")
-
-
-def _number(text: str, allowed: Callable[[float], bool], words: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"not a number: {text!r}") from None
-    if not allowed(value):
-        raise argparse.ArgumentTypeError(f"must be {words}, not {text}")
+    """Return a number above 0."""
+    if not (value := float(text)) > 0:
+        raise ValueError(text)
     return value
 
 
@@ -63,7 +53,7 @@ def size(text: str) -> int:
     try:
         return positive_int(str(parse_bytes(text)))
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ValueError(str(error)) from None
 
 
 def output_folder(text: str) -> Path:

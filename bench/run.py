@@ -24,7 +24,7 @@ from bench.harness.contender import NotRunnable, Source, Spec
 from bench.harness.link import NoLink, RateLimitedLink
 from bench.harness.models import PART, PART_BUCKET, NoRoom, make_models
 from bench.harness.report import describe_machine, describe_versions, load_tables
-from bench.harness.results import Entry, Results, Run, entries_of
+from bench.harness.results import Entry, Run, entries_of
 from bench.harness.rounds import RunFailed, run_once, run_rounds
 from bench.harness.run_folder import NGINX, run_folder
 from bench.harness.store import NoRangeServer, RangeServer, nginx_version
@@ -64,6 +64,7 @@ def _fsdp(ranks: int) -> dict[str, int]:
 
 
 _LINKED = ("longshore_arena", "runai", "obstore_rows", "download")
+_VLLM = ("longshore_vllm", "runai_vllm", "download_vllm")
 SCENES = (
     Scene("tp2/http", "Tensor parallel over 2 ranks", _tp(2), _HTTP),
     Scene("tp4/http", "Tensor parallel over 4 ranks", _tp(4), _HTTP),
@@ -85,6 +86,14 @@ SCENES = (
         mbit=5000,
     ),
 )
+ENGINES = (
+    Scene("vllm1/http", "vLLM on the CPU, 1 rank", _tp(1), _VLLM),
+    Scene("vllm2/http", "vLLM on the CPU, tensor parallel over 2 ranks", _tp(2), _VLLM),
+    Scene(
+        *("transformers/http", "`from_pretrained` of transformers, 1 rank", _tp(1)),
+        ("longshore_transformers", "download_transformers"),
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,27 +105,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not choose([pattern]):
             parser.error(f"argument --only: no contender and no scene is called {pattern!r}")
     entries = choose(patterns)
-    scenes = {scene.name: scene for scene in SCENES if any(entry.scene == scene.name for entry in entries)}
+    chosen = {entry.scene for entry in entries}
+    scenes = {scene.name: scene for scene in (*SCENES, *ENGINES) if scene.name in chosen}
     size_bytes = options.size or size(SMALL_SIZE if options.small else SIZE)
     rounds = options.rounds or (1 if options.small else ROUNDS)
     tuned = not (options.small or options.no_tuning)
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     folders = {"--out", "--tmpfs"}  # those of one machine
     given = " ".join(word for at, word in enumerate(words) if not folders & {*words[max(0, at - 1) : at + 1]})
-    results: Results | None = None
+    about: dict[str, Any] = {}
     try:
         with sigterm_interrupts(), run_folder(options.tmpfs, "longshore-bench-") as folder, sandbox():
             print(f"making the models ({size_bytes / 1e9:.2f} GB and a quarter) in {options.tmpfs}", flush=True)
             models = make_models(folder / "www", size_bytes)
             smaller = make_models(folder / "www", size_bytes // PART, PART_BUCKET)
-            model = {"bytes": models.model_bytes, "files": len(models.files)}
             with RangeServer(folder / "www", folder / NGINX) as server, _linked(folder, scenes) as link:
-                results = Results(
-                    *(describe_machine(), {**describe_versions(), "nginx": nginx_version()}, model, rounds),
-                    f"python -m bench.run {given}".strip(),
-                    {name: {"title": scene.title, "ranks": scene.ranks} for name, scene in scenes.items()},
-                    *(entries, tuned),
-                )
+                about = {
+                    "machine": describe_machine(),
+                    "versions": {**describe_versions(), "nginx": nginx_version()},
+                    "model": {"bytes": models.model_bytes, "files": len(models.files)},
+                    "rounds": rounds,
+                    "command": f"python -m bench.run {given}".strip(),
+                    "scenes": {name: {"title": scene.title, "ranks": scene.ranks} for name, scene in scenes.items()},
+                    "tuned": tuned,
+                }
 
                 def run(entry: Entry, setting: Mapping[str, Any], *, whole: bool = True) -> list[Run]:
                     scene = scenes[entry.scene]
@@ -134,11 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if results is not None and any(entry.runs for entry in entries):
-            _write(options.out, replace(results, partial=True))
+        if any(entry.runs for entry in entries):
+            _write(options.out, {**about, "partial": True}, entries)
             print("interrupted", flush=True)
         return 130
-    _write(options.out, results)
+    _write(options.out, {**about, "partial": False}, entries)
     return 1 if any(entry.failure for entry in entries) else 0
 
 
@@ -146,7 +158,7 @@ def choose(patterns: Sequence[str]) -> list[Entry]:
     """Return the entries whose contender, scene or id matches a pattern, scene by scene."""
     return [
         entry
-        for scene in SCENES
+        for scene in (*SCENES, *ENGINES)
         for entry in entries_of((CONTENDERS[name] for name in scene.contenders), scene.name)
         if any(
             fnmatch.fnmatchcase(text, pattern)
@@ -160,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser("bench.run", __doc__)
     # The defaults of --size and --rounds depend on --small.
     add_model_options(parser, None, None)
-    parser.add_argument("--only", default="*", help="patterns: 'longshore_*@tp4/http', 'tp8/http,tp4/*mbit', 'runai'")
+    loads = ",".join(scene.name for scene in SCENES)
+    only = "patterns: 'longshore_*@tp4/http', 'tp8/http,tp4/*mbit', 'runai', 'vllm*/*'"
+    parser.add_argument("--only", default=loads, help=only)
     small = f"see that it works: {SMALL_SIZE} instead of {SIZE}, 1 round instead of {ROUNDS}, no tuning"
     parser.add_argument("--small", action="store_true", help=small)
     parser.add_argument("--no-tuning", action="store_true", help="take the first setting of each contender")
@@ -214,8 +228,8 @@ def _check_placement(entry: Entry, runs: Sequence[Run]) -> None:
             raise RunFailed(f"asked for {wanted}, ran {had}: is the model too small?")
 
 
-def _write(out: Path, results: Results) -> None:
-    found = results.as_dict()
+def _write(out: Path, about: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+    found = {**about, "entries": [entry.as_dict() for entry in entries]}
     write_json(out / "results.json", found)
     print("\n" + "\n\n".join(f"### {title}\n\n{table}" for title, table in load_tables(found).values()))
     print(f"\nwritten: {out}/results.json", flush=True)

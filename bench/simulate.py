@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from bench.harness.report import markdown_table
 from bench.huge_model import DenseShape, dense_index
-from bench.options import float_from_zero, new_parser, positive_float, positive_int
+from bench.options import new_parser, positive_float, positive_int
 from bench.sim_flows import Network
 from bench.sim_node import GB, Rates, SimNode, place_bytes
 from cluster.errors import ConfigError, PlanError
@@ -150,8 +150,8 @@ _RATES: dict[str, tuple[str, float, Callable[[str], float], str]] = {
     "connection": ("connection_bytes_s", GB, positive_float, "GB/s of a connection"),
     "worker": ("worker_bytes_s", GB, positive_float, "GB/s that a worker verifies"),
     "pcie": ("pcie_bytes_s", GB, positive_float, "GB/s to each device"),
-    "latency-ms": ("latency_s", 1e-3, float_from_zero, "to the first byte"),
-    "exchange-ms": ("exchange_s", 1e-3, float_from_zero, "rank to agent and back"),
+    "latency-ms": ("latency_s", 1e-3, float, "to the first byte"),
+    "exchange-ms": ("exchange_s", 1e-3, float, "rank to agent and back"),
     "threads": ("threads", 1, positive_int, "requests at once, per rank"),
     "arena-slots": ("arena_slots", 1, positive_int, "of a node"),
 }

@@ -10,6 +10,7 @@ The workers of an engine are one reader group.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import uuid
@@ -22,6 +23,7 @@ import vllm
 from vllm.config import LoadConfig, ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
@@ -34,6 +36,8 @@ from storage.problems import MAX_LISTED, quote
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("vllm.longshore")  # so that lines appear in vLLM's own log
 _KEYS = {"model_uri", "revision", *OPTIONS}
+
+Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
@@ -67,38 +71,67 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         self._extra = dict(load_config.model_loader_extra_config or {})
+        self._opened: list[OpenModel] = []
         warn_of_version(vllm.__version__)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Do nothing: there is no download."""
 
+    def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Weights:
+        """Iterate over the names and lazy tensors of all weights. vLLM's `reload_weights` calls this.
+
+        vLLM keeps some until it has those of a whole layer. So they can be read until this loader is closed or deleted.
+        """
+        if getattr(model, "allow_patterns_overrides", None):
+            raise ConfigError(f"{type(model).__name__} has its weights in several folders, which Longshore cannot read")
+        source = source_of(model_config.model, self._extra)
+        yield from self._open(source).lazy_tensors()
+        for other in getattr(model, "secondary_weights", ()):
+            if (own := secondary_source(other, model_config.model, source)) is None:
+                yield from DefaultModelLoader(LoadConfig(load_format="auto"))._get_weights_iterator(other)
+            else:
+                yield from ((other.prefix + name, tensor) for name, tensor in self._open(own).lazy_tensors())
+
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         """Fill the model's parameters. Raises LayoutError for weights that do not match it."""
-        source = source_of(model_config.model, self._extra)
-        options: dict[str, Any] = {**source.options, "revision": source.revision or None}
-        with safe_open(source.model_uri, **options, **group_of_engine()) as opened, assignments_read():
-            last = ""
+        uri, last = source_of(model_config.model, self._extra).model_uri, ""
 
-            def weights() -> Iterator[tuple[str, torch.Tensor]]:
-                nonlocal last
-                for name, tensor in opened.lazy_tensors():
-                    last = name
-                    yield name, tensor
-                yield from secondary_weights(model, model_config)
+        def weights() -> Weights:
+            nonlocal last
+            for name, tensor in self.get_all_weights(model_config, model):
+                last = name
+                yield name, tensor
 
-            try:
+        try:
+            with assignments_read():
                 loaded = model.load_weights(weights())
-            except LongshoreError:
-                raise
-            except (KeyError, ValueError, RuntimeError, AssertionError, AttributeError) as error:
-                raise LayoutError(
-                    f"the weights do not match the config: {quote(last)} has no place in the model, or another shape: "
-                    f"{type(error).__name__}: {error}",
-                    uri=source.model_uri,
-                ) from error
             read_assigned(model)
-            check_loaded(model, model_config, loaded, source.model_uri)
-            log_report(opened, source)
+            check_loaded(model, model_config, loaded, uri)
+            for opened in self._opened:
+                log_report(opened)
+        except LongshoreError:
+            raise
+        except (KeyError, ValueError, RuntimeError, AssertionError, AttributeError) as error:
+            raise LayoutError(
+                f"the weights do not match the config: {quote(last)} has no place in the model, or another shape: "
+                f"{type(error).__name__}: {error}",
+                uri=uri,
+            ) from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close what the weights are read from."""
+        while self._opened:
+            self._opened.pop().close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _open(self, source: ModelSource) -> OpenModel:
+        options: dict[str, Any] = {**source.options, "revision": source.revision or None}
+        self._opened.append(safe_open(source.model_uri, **options, **group_of_engine()))
+        return self._opened[-1]
 
 
 def check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: Any, uri: str) -> None:
@@ -117,16 +150,26 @@ def check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: Any,
         )
 
 
-def secondary_weights(model: torch.nn.Module, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over weights that a model reads from a second place, by vLLM's own loader."""
-    others = tuple(getattr(model, "secondary_weights", ()))
-    if not others:
-        return
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+def secondary_source(other: DefaultModelLoader.Source, folder: str, first: ModelSource) -> ModelSource | None:
+    """Return where weights are that a model reads from a second place: beside the first ones, or in a folder of theirs.
 
-    loader = DefaultModelLoader(LoadConfig(load_format="auto"))
-    for other in others:
-        yield from loader._get_weights_iterator(other)
+    None: in a repository of their own, or in the model's folder on this machine and not as safetensors. vLLM's own
+    loader reads those. Raises ConfigError where it could not.
+    """
+    if other.model_or_path != folder:
+        return None
+    patterns = other.allow_patterns_overrides or [""]
+    name = "/".join(filter(None, (other.subfolder, patterns[0])))
+    if len(patterns) == 1 and (not patterns[0] or patterns[0].endswith(".safetensors")) and "*" not in name:
+        # It has a manifest of its own, if any.
+        options = {key: value for key, value in first.options.items() if key != "signed_name"}
+        return ModelSource(f"{first.model_uri.rstrip('/')}/{name}", "", options)
+    if not any(glob.glob(os.path.join(folder, other.subfolder or "", pattern)) for pattern in patterns):
+        raise ConfigError(
+            f"the model also reads {', '.join(map(quote, patterns))}, which Longshore does not read",
+            hint=f"copy it into {folder}",
+        )
+    return None
 
 
 @cache  # a draft model is loaded later, by some of the workers only: they could not ask all
@@ -156,16 +199,16 @@ def warn_of_version(version: str) -> None:
         _LOG.warning("vLLM %s was not tested with Longshore; %s to %s were", version, *TESTED)
 
 
-def log_report(opened: OpenModel, source: ModelSource) -> None:
-    """Log what the load has cost."""
+def log_report(opened: OpenModel) -> None:
+    """Log what reading this model has cost."""
     try:
         report = opened.report()
     except LongshoreError:
         return
     shared = "" if report["shared"] else f"; not shared: {report['why_private']}"
     _LOG.info(
-        "Loaded %s with Longshore: %d bytes from the store, %d from shared memory, %d read again%s",
-        source.model_uri,
+        "Loaded %r with Longshore: %d bytes from the store, %d from shared memory, %d read again%s",
+        opened,
         report["store_bytes"],
         report["cached_bytes"],
         report["refetched_bytes"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.contenders import limits, on_device, ours, ranks
+from bench.contenders import engines, limits, on_device, ours, ranks
 from bench.harness.contender import Case, Contender
 
 Setting = dict[str, Any]
@@ -69,6 +69,15 @@ def _alternative(
     return Contender(name, title, ranks.load_by_ranks, UNCHECKED, settings, needs, {"method": method})
 
 
+def _engine(name: str, title: str, method: str, settings: tuple[Setting, ...] = ({},)) -> Contender:
+    vllm = name == "vllm"
+    return Contender(
+        *(f"{method}_{name}", title, engines.load_vllm if vllm else engines.load_transformers),
+        *((Case("cold", "", B3 if method == "longshore" else ""),), settings, (name,), {"method": method}),
+        environment=name if vllm else "",
+    )
+
+
 _ALL = (
     _limit("arena", "shared memory and a copy", True),
     _limit("direct", "straight into private memory", False),
@@ -82,6 +91,11 @@ _ALL = (
     ),
     _alternative("safetensors", "each rank: safetensors slices", ({},), ST, "safetensors"),
     _alternative("runai_file", "each rank: Run:ai streamer, all files", RUNAI_FILE_SETTINGS, RUNAI, "runai"),
+    _engine("vllm", "Longshore", "longshore"),
+    _engine("vllm", "vLLM's Run:ai streamer", "runai", RUNAI_S3_SETTINGS),
+    _engine("vllm", "download to disk (obstore), vLLM's own loader", "download", RANGE_SETTINGS),
+    _engine("transformers", "Longshore", "longshore"),
+    _engine("transformers", "download to disk (obstore), `from_pretrained`", "download", RANGE_SETTINGS),
 )
 CONTENDERS = {contender.name: contender for contender in _ALL}
 

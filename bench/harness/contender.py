@@ -77,6 +77,7 @@ class Contender:
     settings: tuple[Mapping[str, Any], ...] = ({},)  # tried before the rounds; the first is taken when none is tried
     needs: tuple[str, ...] = ()  # modules that have to be installed
     options: Mapping[str, Any] = field(default_factory=dict)  # in `Spec.options`, beside those of the setting
+    environment: str = ""  # of an engine, as `tests/engine_environments/make.sh` makes it; "": the benchmark's own
 
 
 def run_contender(contender: Contender, spec: str) -> int:

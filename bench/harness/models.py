@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.contender import BenchFile, Spec
+from bench.harness.store import LISTING
 from cluster.client import publish
 from cluster.command_line.demo import llama_tensors, write_llama_checkpoint
 from storage.checkpoints.safetensors_header import tensor_bytes
@@ -50,9 +51,22 @@ def make_models(root: Path, size_bytes: int, bucket_name: str = BUCKET) -> Spec:
             if linked in (XXH3, TWIN_XXH3):
                 publish(bucket / linked, hash_name="xxh3_128")
         publish(bucket / name)
+    write_listing(bucket, MODEL)
     shards = sorted((bucket / MODEL).glob("*.safetensors"))
     files = tuple(BenchFile(f"{MODEL}/{path.name}", str(path), path.stat().st_size) for path in shards)
     return Spec("file", "", bucket_name, str(bucket / MODEL), files, sum(file.size_bytes for file in files))
+
+
+def write_listing(bucket: Path, name: str) -> None:
+    """Write what the store answers when S3's ListObjectsV2 asks for that folder."""
+    found = "".join(
+        f"<Contents><Key>{name}/{path.name}</Key><Size>{path.stat().st_size}</Size></Contents>"
+        for path in sorted((bucket / name).glob("[!.]*"))
+        if path.is_file()
+    )
+    head = f"<Name>{bucket.name}</Name><Prefix>{name}/</Prefix><IsTruncated>false</IsTruncated>"
+    xml = f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{head}{found}</ListBucketResult>'
+    (bucket / name / LISTING).write_text(xml)
 
 
 def _write(folder: Path, size_bytes: int, seed: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 HEADINGS = ("", "checks", "seconds (min-max)", "of it until ready", "over ours", "CPU s/GB", "store bytes / model")
+PEAK = "peak memory / model"  # a column of scenes where memory was watched
 PACKAGES = (
     *("longshore", "ray", "torch", "numpy", "blake3", "xxhash", "safetensors"),
     *("runai-model-streamer", "runai-model-streamer-s3", "obstore", "fastsafetensors"),
@@ -49,7 +50,7 @@ def describe_versions() -> dict[str, str]:
 def load_tables(results: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return (title, table in Markdown) of each scene by name. `results`: as results.json has them."""
     scenes = results["scenes"].items()
-    return {name: (scene["title"], markdown_table(HEADINGS, _scene_rows(results, name))) for name, scene in scenes}
+    return {name: (scene["title"], _scene_table(results, name)) for name, scene in scenes}
 
 
 def ours(results: Mapping[str, Any], scene: str, case: str) -> Mapping[str, Any] | None:
@@ -59,9 +60,11 @@ def ours(results: Mapping[str, Any], scene: str, case: str) -> Mapping[str, Any]
     return min(found, key=lambda one: float(one["wall_s"]), default=None)
 
 
-def _scene_rows(results: Mapping[str, Any], scene: str) -> list[tuple[str, ...]]:
+def _scene_table(results: Mapping[str, Any], scene: str) -> str:
     rows: list[tuple[str, ...]] = []
     entries = [entry for entry in results["entries"] if entry["scene"] == scene]
+    watched = any(one["peak_bytes"] for entry in entries for one in entry["cases"].values())
+    head = (*HEADINGS, PEAK) if watched else HEADINGS
     for group, words in GROUPS.items():
         base = ours(results, scene, group)
         found = [
@@ -71,13 +74,13 @@ def _scene_rows(results: Mapping[str, Any], scene: str) -> list[tuple[str, ...]]
             if case.startswith(group)
         ]
         if found:
-            rows.append((f"**{words}**", *[""] * (len(HEADINGS) - 1)))
-            rows += [_row(title, one, base) for _, title, one in sorted(found, key=lambda each: each[:2])]
+            rows.append((f"**{words}**", *[""] * (len(head) - 1)))
+            rows += [_row(title, one, base)[: len(head)] for _, title, one in sorted(found, key=lambda each: each[:2])]
     for entry in entries:
         if reason := entry["failure"] or entry["absent"]:
             why = f"{'failed' if entry['failure'] else 'not run'}: {reason}".replace("|", "/")
-            rows.append((entry["title"], "", why, *[""] * (len(HEADINGS) - 3)))
-    return rows
+            rows.append((entry["title"], "", why, *[""] * (len(head) - 3)))
+    return markdown_table(head, rows)
 
 
 def _row(title: str, one: Mapping[str, Any], base: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -89,6 +92,7 @@ def _row(title: str, one: Mapping[str, Any], base: Mapping[str, Any] | None) -> 
         f"{one['wall_s'] / base['wall_s']:.2f}" if base else "-",
         f"{one['cpu_s_per_gb']:.2f}",
         f"{one['store_bytes'] / one['bytes']:.2f}" if one["store_bytes"] else "-",
+        f"{one['peak_bytes'] / one['bytes']:.2f}",
     )
 
 

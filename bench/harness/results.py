@@ -66,26 +66,6 @@ class Entry:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Everything that one call of the benchmark measured."""
-
-    machine: Mapping[str, str]
-    versions: Mapping[str, str]
-    model: Mapping[str, Any]  # bytes, files
-    rounds: int
-    command: str
-    scenes: Mapping[str, Mapping[str, Any]]  # by name: title and ranks
-    entries: Sequence[Entry]
-    tuned: bool = True  # settings were found by trying
-    partial: bool = False  # interrupted: not every entry has all its runs
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything for the JSON file."""
-        names = ("machine", "versions", "model", "rounds", "command", "scenes", "tuned", "partial")
-        return {**{name: getattr(self, name) for name in names}, "entries": [one.as_dict() for one in self.entries]}
-
-
 def medians(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the medians of runs of one case, by name."""
     found: dict[str, Any] = {"runs": len(runs), "bytes": runs[0].bytes}

@@ -36,8 +36,13 @@ class RunFailed(Exception):
 def run_once(entry: Entry, setting: Setting, spec: Spec, timeout_s: float = TIMEOUT_S) -> list[Run]:
     """Let a process do the loads of a contender, with that setting. Raises NotRunnable, RunFailed."""
     given = spec.with_options(**{**entry.contender.options, **setting}).to_json()
+    python = sys.executable
+    if name := entry.contender.environment:
+        python = str(REPOSITORY / f".venv-{name}/bin/python")
+        if not os.path.exists(python):
+            raise NotRunnable(f"there is no .venv-{name}: tests/engine_environments/make.sh {name}")
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.contenders", entry.contender.name, given],
+        [python, "-m", "bench.contenders", entry.contender.name, given],
         cwd=REPOSITORY,
         env={name: value for name, value in os.environ.items() if not _NOT_PASSED_ON.fullmatch(name)},
         stdin=subprocess.DEVNULL,

@@ -5,7 +5,8 @@
         server.tls_endpoint           the same over TLS, with a certificate that server.ca_bundle trusts
         server.access_log             a file with the number of bytes of each answer's body, a line each
 
-It speaks no S3. GET and HEAD of objects work, signatures are ignored, and a listing of a bucket is answered with 403.
+It speaks little S3. GET and HEAD of objects work, and signatures are ignored. A listing of `folder/` is answered with
+the file `.listing.xml` in it, where there is one, any other with 403.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+LISTING = ".listing.xml"
 _START_TIMEOUT_S = 10.0
 _TRIES = 5  # a free port may be taken before nginx has it
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])  # Debian: /usr/sbin
@@ -142,7 +144,12 @@ http {{
   server {{
     {" ".join(listen)}
     root {root};
-    location ~ ^/[^/]+/?$ {{ return 403; }}
+    location ~ ^/[^/]+/?$ {{
+      if ($args ~ "prefix=([a-z0-9-]+)") {{ set $folder $1; rewrite ^/([^/]+)/?$ /$1/$folder/{LISTING} last; }}
+      return 403;
+    }}
+    location ~ /{LISTING}$ {{ default_type application/xml; error_page 404 = @refused; }}
+    location @refused {{ return 403; }}
   }}
 }}
 """

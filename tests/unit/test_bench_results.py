@@ -9,9 +9,9 @@ import pytest
 
 from bench.contenders.table import CONTENDERS
 from bench.harness.report import load_tables
-from bench.harness.results import Entry, Results, Run
+from bench.harness.results import Entry, Run
 from bench.page import figure, short_table
-from bench.run import SCENES, choose
+from bench.run import ENGINES, SCENES, choose
 
 GB = 1_000_000_000
 
@@ -28,8 +28,9 @@ def entry(name: str, scene: str = "tp4/http", absent: str = "", **walls_s: list[
 def results(*entries: Entry) -> dict[str, Any]:
     machine = {"processor": "x", "cores": "2", "date": "today"}
     scenes = {scene.name: {"title": scene.title, "ranks": scene.ranks} for scene in SCENES if scene.name == "tp4/http"}
-    found = Results(machine, {}, {"bytes": GB, "files": 1}, 3, "python -m bench.run", scenes, entries)
-    text: dict[str, Any] = json.loads(json.dumps(found.as_dict()))
+    about = {"machine": machine, "model": {"bytes": GB, "files": 1}, "rounds": 3, "command": "python -m bench.run"}
+    found = {**about, "scenes": scenes, "entries": [each.as_dict() for each in entries]}
+    text: dict[str, Any] = json.loads(json.dumps(found))
     return text
 
 
@@ -73,4 +74,4 @@ def test_short_answers_and_figure_come_from_the_results() -> None:
 def test_patterns_choose_contenders_scenes_and_ids() -> None:
     assert {one.scene for one in choose(["tp8/http"])} == {"tp8/http"}
     assert {one.contender.name for one in choose(["longshore_*@tp4/*mbit"])} == {"longshore_arena", "longshore_direct"}
-    assert len(choose(["*"])) == sum(len(scene.contenders) for scene in SCENES)
+    assert len(choose(["*"])) == sum(len(scene.contenders) for scene in (*SCENES, *ENGINES))

@@ -1,0 +1,49 @@
+"""What the loader of one of vLLM's workers costs: `worker_extension_cls="bench.contenders.vllm_costs.LoadCosts"`.
+
+A worker imports this module before it loads, and so vLLM's loaders note what they cost in that process.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+# when `load_weights` began and ended, its CPU seconds, and the most memory of the process over what it had before
+Costs = tuple[float, float, float, int]
+_costs: list[Costs] = []
+
+
+class LoadCosts:
+    """Methods that vLLM adds to its workers."""
+
+    def load_costs(self) -> Costs:
+        """Return the costs of the first model that this worker has loaded."""
+        return _costs[0]
+
+
+_load_model = BaseModelLoader.load_model
+
+
+def _timed(self: Any, *args: Any, **options: Any) -> Any:
+    load_weights = self.load_weights
+
+    def note(*given: Any) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the most memory is counted anew (proc(5))
+        before_bytes, start_s, start_cpu_s = _memory_bytes("VmRSS"), time.monotonic(), time.process_time()
+        load_weights(*given)
+        end_s, cpu_s = time.monotonic(), time.process_time() - start_cpu_s
+        _costs.append((start_s, end_s, cpu_s, _memory_bytes("VmHWM") - before_bytes))
+
+    self.load_weights = note
+    return _load_model(self, *args, **options)
+
+
+BaseModelLoader.load_model = _timed
+
+
+def _memory_bytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) << 10
