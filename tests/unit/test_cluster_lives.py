@@ -542,6 +542,7 @@ BROKEN: dict[str, list[tuple[type, str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", BROKEN)
 def test_the_simulation_finds_a_broken_rule(broken: str) -> None:
     with contextlib.ExitStack() as stack:
@@ -551,6 +552,7 @@ def test_the_simulation_finds_a_broken_rule(broken: str) -> None:
             _lives(live, 300)
 
 
+@pytest.mark.long
 def test_the_simulation_finds_forgotten_readers() -> None:
     with patch.object(ChunkCache, "restore", _forget_readers), pytest.raises(AssertionError):
         _lives(close_call, 100)
