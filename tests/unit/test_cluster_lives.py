@@ -33,6 +33,8 @@ from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel
 from tests.support.simulated_workers import SimHost, SimWorker
 
+pytestmark = pytest.mark.slow
+
 MODELS = {"a": SimModel(tuple(range(12))), "b": SimModel((3, 4, 5, 50, 51, 52, 53)), "c": SimModel((90,))}
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (3, 1))  # (tensor parallel, replicas)
 KEYS = (None, None, "good", "other", "refused")  # access keys that clients pass; the store refuses the last

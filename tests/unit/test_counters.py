@@ -395,6 +395,7 @@ def test_a_restarted_agent_gets_its_own_series() -> None:
     assert now(cluster, 2.0)["longshore_agent_restarts_total", "a"] == 1
 
 
+@pytest.mark.slow
 def test_series_are_bounded_for_any_number_of_models_and_nodes() -> None:
     """The scraper waits for the series, and the coordinator does little else meanwhile."""
     cluster, agents = ClusterMetrics(), [Agent(f"n{number}", f"host-{number}") for number in range(24)]
