@@ -321,6 +321,7 @@ class AgentBeat:
     arena: ArenaUse
     records: dict[str, bytes] = field(default_factory=dict)  # load id -> record, on request
     number: int = 0  # number of the heartbeat of its incarnation; a late older one changes no counter
+    started_ticks: int = 0  # when the agent's process started, in clock ticks after its host did
     # Totals by model since the agent began, of models whose totals grew since a coordinator last answered.
     counters: dict[str, LoadCounters] = field(default_factory=dict)
     counted_by: str = ""  # incarnation of that coordinator; empty: none, and these are all totals

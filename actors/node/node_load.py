@@ -175,7 +175,8 @@ class NodeLoad:
         elif place.process is not None:
             ended = self._vacate(place, hello.incarnation, now_s)
             place = self.ranks[hello.rank]
-        if place.lost or self.job.on_demand or len(hello.placed) < self._flow.queue.placed_chunks(hello.rank):
+        begins_anew = place.lost or (self.job.on_demand and place.process is not None)  # what is kept for it is useless
+        if begins_anew or len(hello.placed) < self._flow.queue.placed_chunks(hello.rank):
             self._flow.forget_needs(place)
             if self.error is None:  # else it is ordered to stop, and its pins would stay for ever
                 self._flow.refill(place)

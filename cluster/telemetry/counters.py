@@ -188,7 +188,9 @@ class ClusterMetrics:
         """Take a heartbeat in. One that is late or repeated, or of an agent that was replaced, changes nothing."""
         known = self._agents.get(beat.incarnation)
         before = self._agents.get(self._current.get(beat.node_id, ""))  # of the same node
-        if known is not None and (beat.number <= known.beat.number or before not in (None, known)):
+        if known is not None and beat.number <= known.beat.number:
+            return
+        if before is not None and beat.started_ticks < before.beat.started_ticks:
             return
         if known is None:
             self._add(metrics.AGENT_RESTARTS, (beat.host,), 0 if before is None else 1)

@@ -21,6 +21,8 @@ from storage.arena.slots import Answer, CachedChunk, Lease, MemoryJournal, SlotJ
 from storage.errors import ArenaTooSmall
 from storage.host.processes import ProcessId
 
+pytestmark = pytest.mark.slow
+
 OWNERS = ("first", "second", "third")
 KEYS = tuple(bytes([number]) * 32 for number in range(1, 8))
 

@@ -40,7 +40,9 @@ def room_for(loads: int) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(
-    "loads", [pytest.param(1, marks=room_for(1)), pytest.param(2, marks=room_for(2))], ids=["queued", "beside"]
+    "loads",
+    [pytest.param(1, marks=room_for(1)), pytest.param(2, marks=room_for(2))],
+    ids=["one after the other", "at once"],
 )
 def test_a_rank_that_dies_or_stops_blocks_no_other(
     longshore: Longshore, llama: StoredModel, one_node: Any, strike: int, loads: int

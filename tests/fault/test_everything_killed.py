@@ -33,7 +33,7 @@ from tests.support.ray_clusters import (
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 RANGES = 7  # that pass before everything is killed
 WAIT_S = 400.0  # until something is seen that must come, on however slow a machine

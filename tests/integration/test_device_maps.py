@@ -43,12 +43,14 @@ def test_host_memory_and_disk(longshore: Longshore, llama: StoredModel, tmp_path
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("warm_s", [0.0, 300.0])
+@pytest.mark.parametrize(
+    ("worker", "workers"),
+    [("new", 2), pytest.param("same", 1, marks=pytest.mark.cluster_settings(warm_workers_s=300.0))],
+)
 def test_an_offload_folder_can_be_used_again(
-    longshore: Longshore, llama: StoredModel, tmp_path: Path, warm_s: float
+    longshore: Longshore, llama: StoredModel, tmp_path: Path, worker: str, workers: int
 ) -> None:
     """It works after a release, also for the same worker, and after everything was killed."""
-    longshore.configure(warm_workers_s=warm_s)
     folder = tmp_path / "offload"
     folder.mkdir()
     options = {"device_map": SPREAD | {"lm_head": "cpu"}, "offload_folder": folder, **llama.options}
@@ -64,8 +66,9 @@ def test_an_offload_folder_can_be_used_again(
             pids.add(model.report.ranks[0].pid)
             assert (folder / "index.json").exists()
         assert list(folder.iterdir()) == []
-    assert len(pids) == (1 if warm_s else 2)
-
+    assert len(pids) == workers
+    if worker == "new":
+        return
     load_again()
     longshore.kill_everything()
     longshore.end_longshore()

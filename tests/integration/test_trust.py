@@ -27,7 +27,6 @@ def test_only_what_the_cluster_and_the_client_trust_is_loaded(
 ) -> None:
     ours, theirs = cluster.generate_key(tmp_path / "ours"), cluster.generate_key(tmp_path / "theirs")
     model = copy_of(llama)
-    longshore.configure()
     with pytest.raises(cluster.ManifestUnsigned):
         cluster.load(model.uri, device="cpu", trusted_keys=[ours.public_path], **model.options)
     cluster.sign(model.uri, ours.path, **model.options)

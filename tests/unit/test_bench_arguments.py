@@ -10,6 +10,8 @@ import pytest
 
 from bench.options import output_folder, size
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "command",

@@ -13,6 +13,8 @@ from bench.contenders.ranks import Slice, check_slices, rank_slices
 from bench.harness.contender import BenchFile, Spec
 from cluster.command_line.demo import write_llama_checkpoint
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Spec:

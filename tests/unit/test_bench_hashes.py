@@ -8,6 +8,8 @@ from bench import hashes
 from bench.hashes import main, measure_hashes, table
 from storage.checksum import HASH_NAMES
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from bench.harness.contender import EXIT_NOT_RUNNABLE, BenchFile, Spec
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = Spec("http", "http://127.0.0.1:1", "bench", "/m", (BenchFile("model/a", "/m/a", 1000),), 1000)
 

@@ -13,6 +13,8 @@ from bench.harness.rounds import RunFailed, run_once
 from storage.host.processes import ProcessId
 from tests.support.ray_clusters import eventually
 
+pytestmark = pytest.mark.long
+
 SPEC = Spec("http", "http://127.0.0.1:1", "bench", "/m", (), 1000)
 FIGURES = "print('chatter'); print('{\"bytes\": 10, \"wall_s\": 2.0, \"cpu_s\": 1.0}'); print('more')"
 

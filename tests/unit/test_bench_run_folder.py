@@ -16,6 +16,8 @@ import pytest
 from bench.harness.run_folder import run_folder, sweep
 from bench.harness.store import NoRangeServer, find_nginx
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys

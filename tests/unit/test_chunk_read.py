@@ -32,6 +32,8 @@ from tests.support.faulty_stores import FailingStore
 from tests.support.node_simulation import NO_TENSORS
 from tests.support.scripted_server import ScriptedServer, answer
 
+pytestmark = pytest.mark.slow
+
 SIZE_BYTES = 2 * PIECE_BYTES + PIECE_BYTES // 2
 DATA = np.random.default_rng(1).integers(0, 256, SIZE_BYTES + 200, np.uint8).tobytes()
 CHUNK = ByteRange(100, 100 + SIZE_BYTES)

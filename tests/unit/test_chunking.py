@@ -10,6 +10,8 @@ from storage.checkpoints.model_index import CUT_ALIGN_BYTES, chunk_bounds, fixed
 from storage.checkpoints.safetensors_header import Header, atom_bytes, encode_header, parse_header, tensor_bytes
 from tests.support.checkpoints import TensorSpec, tensor_specs
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

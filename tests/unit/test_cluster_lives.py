@@ -33,6 +33,8 @@ from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel
 from tests.support.simulated_workers import SimHost, SimWorker
 
+pytestmark = pytest.mark.slow
+
 MODELS = {"a": SimModel(tuple(range(12))), "b": SimModel((3, 4, 5, 50, 51, 52, 53)), "c": SimModel((90,))}
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (3, 1))  # (tensor parallel, replicas)
 KEYS = (None, None, "good", "other", "refused")  # access keys that clients pass; the store refuses the last
@@ -542,6 +544,7 @@ BROKEN: dict[str, list[tuple[type, str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", BROKEN)
 def test_the_simulation_finds_a_broken_rule(broken: str) -> None:
     with contextlib.ExitStack() as stack:
@@ -551,6 +554,7 @@ def test_the_simulation_finds_a_broken_rule(broken: str) -> None:
             _lives(live, 300)
 
 
+@pytest.mark.long
 def test_the_simulation_finds_forgotten_readers() -> None:
     with patch.object(ChunkCache, "restore", _forget_readers), pytest.raises(AssertionError):
         _lives(close_call, 100)

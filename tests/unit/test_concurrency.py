@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from cluster.scheduling.concurrency import COOL_DOWN_S, LEVELS, RequestLimit
 
+pytestmark = pytest.mark.slow
+
 CHUNK_BYTES = 8 << 20
 MOSTS = st.integers(1, 64)
 

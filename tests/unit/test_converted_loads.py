@@ -30,6 +30,8 @@ from tests.support.local_node import Rank, SwitchedLink, local_node, run_all, st
 from tests.support.planned_models import NF4_STATE, assemble, llama_shapes
 from tests.support.reference_quantized import quantized
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 INT4, FP8 = Precision("auto", "int4"), Precision("auto", "fp8")
 

@@ -102,6 +102,7 @@ class Agent:
             (),
             ARENA,
             number=self.number,
+            started_ticks=self.incarnation,
             counters=self.counters.grown(self.loads),  # type: ignore[arg-type]
             counted_by=self.counters.coordinator,
             stats=NodeStats(replace(CACHE, evicted=self.evicted)),
@@ -387,9 +388,14 @@ def test_a_restarted_agent_gets_its_own_series() -> None:
     assert now(cluster, 2.0)["longshore_agent_restarts_total", "a"] == 1
     cluster.keep({"n"}, (), 2 * GONE_S)
     assert set(shown(cluster)) == {"n-1"}
+    cluster.received(agent.beat(), 2 * GONE_S)  # so late that nobody knows it any more
+    again.load("llama", disk=2)
+    cluster.received(again.beat(), 2 * GONE_S)
+    assert shown(cluster) == {"n-1": {("llama", "disk"): 5}}
     assert now(cluster, 2.0)["longshore_agent_restarts_total", "a"] == 1
 
 
+@pytest.mark.slow
 def test_series_are_bounded_for_any_number_of_models_and_nodes() -> None:
     """The scraper waits for the series, and the coordinator does little else meanwhile."""
     cluster, agents = ClusterMetrics(), [Agent(f"n{number}", f"host-{number}") for number in range(24)]

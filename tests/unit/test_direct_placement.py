@@ -17,6 +17,8 @@ from tests.support.checkpoints import flat_objects, odd_objects
 from tests.support.faulty_stores import FlipByteStore, WrappedStore
 from tests.support.local_node import Rank, local_node, plan_of, run_all
 
+pytestmark = pytest.mark.slow
+
 FSDP = (1, 4, 1)
 
 

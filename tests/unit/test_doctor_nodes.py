@@ -285,6 +285,7 @@ def test_the_reason_for_a_nodes_silence_is_reported() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_a_cluster_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check_cluster", lambda *_, **__: [])
     monkeypatch.setattr("cluster.doctor.doctor.bandwidth_here", lambda *_: Bandwidth(10**9, 2.0, 120, 16))

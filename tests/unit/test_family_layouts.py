@@ -19,7 +19,7 @@ from cluster.layouts.rules import Rule
 from tests.support.family_checkpoints import NAMINGS, SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES, save_tiny
 
-pytestmark = needs_transformers
+pytestmark = [needs_transformers, pytest.mark.slow]
 
 Array = NDArray[np.uint16]
 Saved = dict[tuple[str, str], SavedFamily]

@@ -20,6 +20,8 @@ from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import Belongings, local_node, plan_of, start_all
 from tests.support.reference_slices import torch_share
 
+pytestmark = pytest.mark.slow
+
 
 class HangingStore(WrappedStore):
     """Reads for which `hangs(range, number of the read)` is true bring nothing until they are ended from outside."""

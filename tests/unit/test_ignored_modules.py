@@ -24,6 +24,8 @@ from tests.support.hf_models import DENSE_SIZES, FAMILIES, TinyFamily, make_mode
 from tests.support.reference_quantized import quantized, restored
 from tests.unit.test_quantized_checkpoints import write_quantized
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.tensor([[1, 5, 9, 33, 60]])
 _TIED = DENSE_SIZES | {"tie_word_embeddings": True}
 _CLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}

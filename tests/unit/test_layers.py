@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("storage", "cluster", "actors", "engines", "serving", "longshore")
 
@@ -206,6 +208,7 @@ def test_the_search_for_import_cycles_finds_them() -> None:
     assert sorted(map(sorted, found)) == [["a", "b", "c"], ["f"]]
 
 
+@pytest.mark.slow
 def test_there_are_no_import_cycles() -> None:
     assert not circles(import_graph())
 

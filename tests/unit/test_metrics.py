@@ -28,6 +28,8 @@ from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats
 from storage.arena.chunk_cache import CacheStats
 from tests.support.promtool import needs_promtool, promtool
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 

@@ -285,36 +285,54 @@ def test_a_restarted_agent_is_no_error(shm_dir: Path):
                 here.check(reader, tensor)
 
 
-def test_readers_in_the_process_of_the_next_agent_keep_their_slots(shm_dir: Path):
-    """A process with two open models becomes the host: one of them asks the new agent first."""
+def test_readers_in_the_process_of_the_next_agent_keep_their_slots(shm_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process with two open models becomes the host while one of them copies from its slots. The other asks first."""
     objects = flat_objects(64, 64)
+    copying, goes_on, failed = threading.Event(), threading.Event(), []
+
+    def slow_copy(*arguments: object) -> None:
+        if threading.current_thread() is thread and not copying.is_set():
+            copying.set()
+            assert goes_on.wait(30)
+        copy_runs(*arguments)
+
+    def read() -> None:
+        try:
+            for tensor in here.tensors:
+                here.check(slow, tensor)
+        except BaseException as error:
+            failed.append(error)
+
+    monkeypatch.setattr(model_reader, "copy_runs", slow_copy)
     with local_node(shm_dir, slots=9) as node:
         here = Readers(node, objects, 1024, readers=2)
         links = [SwitchedLink(node.agent), SwitchedLink(node.agent)]
         with (
             here.open(MemoryStore(objects), 0, links[0]) as busy,
-            here.open(MemoryStore(objects), 1, links[1]) as idle,
+            here.open(MemoryStore(objects), 1, links[1]) as slow,
         ):
-            here.check(idle, here.tensors[0])
-            held = list(idle.state.readable.values())
-            assert held
+            thread = threading.Thread(target=read)
+            thread.start()
+            assert copying.wait(10)
+            (slot,) = [slow.state.readable[chunk] for chunk in slow.state.copying]
             for link in links:
                 link.cut.set()
             node.crash()
             node.agent = links[0].agent = links[1].agent = node.start_agent()
-            node.begin(here.plan, here.load_id, on_demand=True)
-            assert ProcessId.current() in node.agent._survivors.left
+            node.begin(here.plan, here.load_id, on_demand=True, group_patience_s=0.5)
             arena = node.agent._arena
             assert arena is not None
-            before = [arena.view(slot, 1024).tobytes() for slot in held]
+            before = arena.view(slot, 1024).tobytes()
             links[0].cut.clear()
             for tensor in here.tensors:
                 here.check(busy, tensor)
-            assert [arena.view(slot, 1024).tobytes() for slot in held] == before
+            assert ProcessId.current() in node.agent._survivors.left
+            assert arena.view(slot, 1024).tobytes() == before
             links[1].cut.clear()
-            for tensor in here.tensors:
-                here.check(idle, tensor)
+            goes_on.set()
+            thread.join()
             wait_until(lambda: not node.agent._survivors.left)
+    assert not failed
 
 
 def test_a_reader_that_fails_leaves_when_its_slots_are_read(shm_dir: Path, monkeypatch: pytest.MonkeyPatch):

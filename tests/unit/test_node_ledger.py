@@ -272,6 +272,7 @@ TestNodeMachine.settings = settings(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_random_lives_keep_the_invariants(seed: int) -> None:

@@ -31,6 +31,7 @@ def test_time_left_is_never_negative_and_never_more_than_asked() -> None:
         patience.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["deadline", "cancelled"])
 def test_waiting_ends_with_the_callers_patience(how: str) -> None:
     cancelled = threading.Event()

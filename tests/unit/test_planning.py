@@ -57,6 +57,7 @@ def models(draw: st.DrawFn) -> tuple[StoredModel, dict[str, NDArray[np.generic]]
     return model, {name: array for name, (_, array) in arrays.items()}, layout, parse_rules(rules)
 
 
+@pytest.mark.slow
 @given(models())
 @settings(max_examples=200, deadline=None)
 def test_executing_a_plan_gives_the_same_bytes_as_slicing(

@@ -28,6 +28,8 @@ from tests.support.certificates import make_certificates
 from tests.support.http_servers import serving
 from tests.support.scripted_server import ScriptedServer, answer
 
+pytestmark = pytest.mark.slow
+
 
 class ForwardProxy:
     """An HTTP proxy for CONNECT and for whole URLs, maybe with a password. Passes everything on to one local port."""

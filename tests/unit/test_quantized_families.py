@@ -28,7 +28,10 @@ from tests.support.quantized_models import (
     take_region,
 )
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+    pytest.mark.slow,
+]
 
 Saved = dict[tuple[str, str], SavedFamily]
 

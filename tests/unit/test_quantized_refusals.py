@@ -105,6 +105,7 @@ _METHODS: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.dictionaries(

@@ -261,6 +261,7 @@ class Group:
     chunks: int
     readers: int
     kept_slots: int = 0
+    late: int = 0  # readers, the last ones, that a test starts itself
     node: NodeSimulation = field(init=False)
     all: list[SimReader] = field(init=False)
 
@@ -271,7 +272,7 @@ class Group:
         self.load = ReaderLoad("group", self.model, needs, incarnations=dict.fromkeys(needs, 0))
         self.node.loads["group"] = self.load
         self.node.begin(self.load)
-        self.all = [self.start(rank) for rank in range(self.readers)]
+        self.all = [self.start(rank) for rank in range(self.readers - self.late)]
 
     def start(self, rank: int) -> SimReader:
         reader = SimReader(self.node, self.load, rank, self.load.incarnations[rank])
@@ -304,6 +305,27 @@ def test_only_chunks_that_are_asked_for_are_fetched():
     assert (reader.has_read, here.fetched) == ([3, 17, 4], 3)
     report = here.node.ledger.report("group", "n", "h")
     assert report.store_bytes == 3 * CHUNK_BYTES
+    here.close()
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_readers_that_begin_later_cause_no_second_read(late: int):
+    """The others read until the window is full of what they keep for those that have not come, and wait for these."""
+    here = Group(slots=9, chunks=64, readers=3, late=late)
+    at = [0, 0, 0]
+    for turn in range(1000):
+        if turn == 100:
+            assert 0 < max(at) <= 9
+            here.all += [here.start(rank) for rank in range(3 - late, 3)]
+        for number, reader in enumerate(here.all):
+            if at[number] < 64 and reader.read(at[number]):
+                reader.end_reads()
+                reader.state.give_back([at[number]], here.node.now_s)
+                at[number] += 1
+            reader.take_turn()
+        here.node.time_passes(PATIENCE_S / 200)
+    assert at == [64, 64, 64]
+    assert here.fetched == 64
     here.close()
 
 

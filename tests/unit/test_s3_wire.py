@@ -35,6 +35,8 @@ from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates
 from tests.support.scripted_server import Play, ScriptedServer, answer
 
+pytestmark = pytest.mark.slow
+
 BODY = b"0123456789"
 WANTED = ByteRange(10, 20)
 GOOD = {"Content-Length": "10", "Content-Range": "bytes 10-19/100", "ETag": '"v1"'}

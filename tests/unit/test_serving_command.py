@@ -11,6 +11,8 @@ from cluster.errors import ClusterLost
 from serving import command
 from tests.support.http_servers import place, serving
 
+pytestmark = pytest.mark.slow
+
 
 class Busy(BaseHTTPRequestHandler):
     def do_GET(self) -> None:

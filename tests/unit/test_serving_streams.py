@@ -15,6 +15,8 @@ from serving.app import make_app
 from serving.settings import ServingSettings
 from tests.support.scripted_service import Script, ScriptedService
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/loads/llama-70b-3f9a21c4/events"
 
 

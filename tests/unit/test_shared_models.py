@@ -17,6 +17,8 @@ from storage.errors import AccessDenied, RevisionMismatch, StoreUnavailable
 from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel
 
+pytestmark = pytest.mark.slow
+
 MODEL = SimModel(tuple(range(12)))
 SCALE = settings().max_examples // 40  # 1 in the usual profile
 
