@@ -70,12 +70,9 @@ def _alternative(
 
 
 def _engine(name: str, title: str, method: str, settings: tuple[Setting, ...] = ({},)) -> Contender:
-    vllm = name == "vllm"
-    return Contender(
-        *(f"{method}_{name}", title, engines.load_vllm if vllm else engines.load_transformers),
-        *((Case("cold", "", B3 if method == "longshore" else ""),), settings, (name,), {"method": method}),
-        environment=name if vllm else "",
-    )
+    load, environment = (engines.load_vllm, name) if name == "vllm" else (engines.load_transformers, "")
+    cases = (Case("cold", "", B3 if method == "longshore" else ""),)
+    return Contender(f"{method}_{name}", title, load, cases, settings, (name,), {"method": method}, environment)
 
 
 _ALL = (

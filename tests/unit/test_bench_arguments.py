@@ -59,7 +59,7 @@ def test_sizes_take_the_same_units_as_everywhere() -> None:
     assert size("2GB") == 2_000_000_000
     assert size("3 MiB") == 3 << 20
     for wrong in ("0", "two", "-1"):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=wrong):
             size(wrong)
 
 
