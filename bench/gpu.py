@@ -51,13 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     print(table(entries))
-    found = {
-        "machine": machine,
-        "versions": describe_versions(),
-        "model_bytes": spec.model_bytes,
-        "entries": [entry.as_dict() for entry in entries],
-    }
-    write_json(options.out / "gpu.json", found)
+    about = {"machine": machine, "versions": describe_versions(), "model_bytes": spec.model_bytes}
+    write_json(options.out / "gpu.json", {**about, "entries": [entry.as_dict() for entry in entries]})
     return 1 if any(entry.failure for entry in entries) else 0
 
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import cycle
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,15 +27,8 @@ COLD_CHUNK_BYTES = 8 << 20
 COLD_CHUNKS = 64  # of each thread: more than a core's share of any cache
 _THREADS = (1, 2)
 
-
-class HashCost(NamedTuple):
-    """The cost of one hash in one of the cases."""
-
-    name: str
-    memory: str  # "warm" or "cold"
-    threads: int
-    gb_per_s: float
-    cpu_s_per_gb: float
+# (hash, "warm" or "cold", threads) -> (GB/s, CPU s/GB)
+Costs = dict[tuple[str, str, int], tuple[float, ...]]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(table(measure_hashes(options.seconds, options.rounds)))
 
 
-def measure_hashes(seconds: float, rounds: int) -> list[HashCost]:
+def measure_hashes(seconds: float, rounds: int) -> Costs:
     """Return medians of every hash in every case. Rounds are interleaved, so that a busy moment hits all of them."""
     random = np.random.default_rng(1)
     warm = [random.integers(0, 256, WARM_PIECE_BYTES, np.uint8).data for _ in _THREADS]
@@ -64,22 +56,18 @@ def measure_hashes(seconds: float, rounds: int) -> list[HashCost]:
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         for (name, _, pieces, threads), costs in zip(cases, found, strict=True):
             costs.append(_measure(name, pieces[:threads], seconds))
-    medians = [[statistics.median(values) for values in zip(*costs, strict=True)] for costs in found]
-    return [
-        HashCost(name, memory, threads, *median)
-        for (name, memory, _, threads), median in zip(cases, medians, strict=True)
-    ]
+    medians = [tuple(map(statistics.median, zip(*costs, strict=True))) for costs in found]
+    return {(name, memory, threads): each for (name, memory, _, threads), each in zip(cases, medians, strict=True)}
 
 
-def table(costs: list[HashCost]) -> str:
+def table(costs: Costs) -> str:
     """Return a table in Markdown, a hash per line."""
-    by_case = {(cost.name, cost.memory, cost.threads): cost for cost in costs}
     cases = [(memory, threads) for memory in ("warm", "cold") for threads in _THREADS]
     titles = [f"{memory}, {threads} thread{'s' * (threads > 1)}" for memory, threads in cases]
     rows = []
-    for name in dict.fromkeys(cost.name for cost in costs):
-        found = [by_case[name, *case] for case in cases]
-        rows.append([name, *(f"{cost.gb_per_s:.2f} ({cost.cpu_s_per_gb:.2f})" for cost in found)])
+    for name in dict.fromkeys(name for name, _, _ in costs):
+        found = (costs[name, memory, threads] for memory, threads in cases)
+        rows.append([name, *(f"{gb_per_s:.2f} ({cpu_s_per_gb:.2f})" for gb_per_s, cpu_s_per_gb in found)])
     return markdown_table(["GB/s (CPU s/GB)", *titles], rows)
 
 

@@ -79,10 +79,7 @@ SCENES = (
     # All ranks together read up to four times the model, so a slow link has the smaller one.
     Scene("tp4/1000mbit", "Tensor parallel over 4 ranks, link of 1 Gbit/s", _tp(4), _LINKED, mbit=1000, whole=False),
     Scene(
-        "tp4/5000mbit",
-        "Tensor parallel over 4 ranks, link of 5 Gbit/s",
-        _tp(4),
-        ("longshore_direct", *_LINKED),
+        *("tp4/5000mbit", "Tensor parallel over 4 ranks, link of 5 Gbit/s", _tp(4), ("longshore_direct", *_LINKED)),
         mbit=5000,
     ),
 )
@@ -90,8 +87,7 @@ ENGINES = (
     Scene("vllm1/http", "vLLM on the CPU, 1 rank", _tp(1), _VLLM),
     Scene("vllm2/http", "vLLM on the CPU, tensor parallel over 2 ranks", _tp(2), _VLLM),
     Scene(
-        *("transformers/http", "`from_pretrained` of transformers, 1 rank", _tp(1)),
-        ("longshore_transformers", "download_transformers"),
+        "transformers/http", "`from_pretrained`, 1 rank", _tp(1), ("longshore_transformers", "download_transformers")
     ),
 )
 
