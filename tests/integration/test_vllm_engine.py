@@ -25,6 +25,8 @@ import cluster
 from tests.support.counting_proxy import CountingProxy
 from tests.support.free_ports import free_ports
 from tests.support.hf_models import make_tiny
+from tests.support.quantized_models import Grouped
+from tests.support.reference_quantized import quantized
 from tests.support.stored_models import StoredModel, publish_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -86,6 +88,21 @@ class Engine:
         assert found is not None, done.stdout[-3000:]
         return [int(token) for token in found[1].split()]
 
+    def answers(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what `tests.support.vllm_tokens` says to these jobs."""
+        done = subprocess.run(
+            [self.python, "-m", "tests.support.vllm_tokens", json.dumps(jobs)],
+            env={**os.environ, **self.variables},
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        found = [json.loads(text) for text in re.findall(r"^answer: (.*)$", done.stdout, re.MULTILINE)]
+        assert len(found) == len(jobs), done.stdout[-3000:] + done.stderr[-6000:]
+        return found
+
 
 def engine_of(name: str, folder: Path, server: Any) -> Engine:
     keys = server.credentials()
@@ -134,6 +151,80 @@ def test_tokens_are_those_of_vllms_own_loader(
 
 def test_the_oldest_vllm(s3_server: Any, tmp_path: Path) -> None:
     check_tokens(engine_of("vllm-oldest", tmp_path, s3_server), s3_server, tmp_path, "llama", 2)
+
+
+def compressed(layout: str, bits: int, kind: str, strategy: str, *, activations: bool) -> dict[str, Any]:
+    """Return a quantization_config of compressed-tensors."""
+    numbers = {"num_bits": bits, "type": kind, "symmetric": True}
+    weights = {**numbers, "strategy": strategy, "group_size": 128 if strategy == "group" else None}
+    by_token = {**numbers, "strategy": "tensor" if strategy == "tensor" else "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": by_token if activations else None}
+    common = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
+    return {**common, "format": layout, "config_groups": {"group_0": group}}
+
+
+# First column of the table in docs/engines.md -> how the checkpoint is quantized
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "GPTQ, 4 bits": {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True},
+    "AWQ, 4 bits": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
+    "compressed-tensors, int8": compressed("int-quantized", 8, "int", "channel", activations=True),
+    "compressed-tensors, int4": compressed("pack-quantized", 4, "int", "group", activations=False),
+    "compressed-tensors, fp8": compressed("float-quantized", 8, "float", "channel", activations=True),
+    "compressed-tensors, fp8, a scale per tensor": compressed(
+        "float-quantized", 8, "float", "tensor", activations=True
+    ),
+}
+SAME_TOKENS = "the same tokens"
+
+
+def write_quantized(folder: Path, how: dict[str, Any]) -> None:
+    """Write a small Llama whose linear layers are quantized so. GPTQ's and AWQ's have random numbers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_tiny("llama", **HEADS).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for number, name in enumerate([name for name in sorted(tensors) if "proj" in name]):
+        weight, module = tensors.pop(name), name.removesuffix(".weight")
+        if how["quant_method"] in ("gptq", "awq"):
+            packed = getattr(Grouped(4, how["group_size"]), how["quant_method"])(*weight.shape, number)
+            tensors |= {f"{module}.{field}": torch.from_numpy(array.copy()) for field, (_, array) in packed.items()}
+        else:
+            weights = how["config_groups"]["group_0"]["weights"]
+            kind = "fp8" if weights["type"] == "float" else f"int{weights['num_bits']}"
+            made = quantized(weight, f"{kind}_tensor" if weights["strategy"] == "tensor" else kind)
+            if kind == "int8":  # a byte for each, and not packed
+                made = {"": (weight.float() / made["_scale"]).round().to(torch.int8), "_scale": made["_scale"].float()}
+            tensors |= {f"{name}{field}": tensor for field, tensor in made.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": how}))
+
+
+def quantized_rows() -> dict[str, str]:
+    """Return the table of quantized checkpoints in docs/engines.md: first column -> second."""
+    text = (REPOSITORY / "docs/engines.md").read_text()
+    table = text.partition("| quantized as | vLLM on a CPU |\n|---|---|\n")[2].partition("\n\n")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {first: second for first, second in cells}
+
+
+def test_quantized_checkpoints_as_the_table_says(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
+    """Those that vLLM takes give the tokens of vLLM's own loader; others are refused by vLLM, whoever loads."""
+    jobs: list[dict[str, Any]] = []
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        for number, how in enumerate(QUANTIZED.values()):
+            folder = tmp_path / f"quantized-{number}"
+            write_quantized(folder, how)
+            model = publish_to(s3_server, folder, f"vllm-quantized-{number}-{os.getpid()}")
+            places = {"auto": str(folder), "longshore": config_folder(model, proxy, tmp_path / f"config-{number}")}
+            jobs += [{**OPTIONS, "model": place, "load_format": name} for name, place in places.items()]
+        found = engine.answers(jobs)
+    rows = {}
+    for name, own, ours in zip(QUANTIZED, found[::2], found[1::2], strict=True):
+        assert ours == own, name
+        rows[name] = SAME_TOKENS if "tokens" in ours else f"refused: {ours['error']}"
+    assert rows == quantized_rows()
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
