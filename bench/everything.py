@@ -24,6 +24,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "precision": ("bench.precision",),
     "memory": ("bench.memory",),
     "planning": ("bench.plan_scale",),
+    "tensors": ("bench.plan_scale", "--tensors", "30000"),
     "simulated": ("bench.simulate",),
 }
 SMALL: dict[str, tuple[str, ...]] = {
@@ -34,6 +35,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "precision": ("--size", "64MiB"),
     "memory": ("--slots", "2", "--rounds", "1"),
     "planning": ("--layers", "1", "--shards", "8", "--layout", "8x16x8"),
+    "tensors": ("--tensors", "300", "--layout", "1x1x1"),
     "simulated": ("--nodes", "1", "--layers", "2"),
 }
 

@@ -6,9 +6,11 @@ numbers from a seed.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.command_line.demo import DTYPE, llama_tensors
 from cluster.fit.needs import min_slots
@@ -17,7 +19,9 @@ from cluster.messages import NodeJob
 from storage.checkpoints.checkpoint import chunk_table
 from storage.checkpoints.manifest import Manifest, ManifestShard
 from storage.checkpoints.model_index import ModelIndex, Shard, Tensor, chunk_bounds
-from storage.checkpoints.safetensors_header import Header, HeaderTensor, tensor_bytes
+from storage.checkpoints.safetensors_header import Header, HeaderTensor, encode_header, tensor_bytes
+from storage.publishing.publish import publish
+from storage.stores.local import LocalStore
 
 MIB = 1 << 20
 HEADER_BYTES_PER_TENSOR = 128  # about what safetensors needs for one entry
@@ -38,6 +42,10 @@ MOE_RULES = {
     "model.norm.weight": "replicate",
     "lm_head.weight": "vocabulary",
 }
+
+SMALL_RULES = {"**": "row"}  # the cut with the most runs, for the model of many small tensors
+_SMALL_SHAPE = (16, 32)  # 1 kB in bf16
+_SMALL_MODULES = ("gate_proj", "up_proj", "down_proj")
 
 Named = tuple[str, tuple[int, ...]]  # name and shape of a tensor
 
@@ -124,6 +132,23 @@ def moe_manifest(shape: MoeShape, *, chunk_bytes: int = 16 * MIB) -> Manifest:
             for t in header.tensors
         ]
     return Manifest.build(hash_name="blake3", chunk_bytes=chunk_bytes, shards=shards, tensors=tensors, files=())
+
+
+def write_small_tensors(folder: Path, count: int, *, published: bool) -> None:
+    """Write a model of `count` tensors of 1 kB in one file, named as those of a mixture of experts."""
+    names = (
+        f"model.layers.{layer}.mlp.experts.{expert}.{module}.weight"
+        for layer in itertools.count()
+        for expert in range(128)
+        for module in _SMALL_MODULES
+    )
+    folder.mkdir()
+    (folder / "config.json").write_text(DenseShape().config().model_dump_json())
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(encode_header((name, DTYPE, _SMALL_SHAPE) for name in itertools.islice(names, count)))
+        file.write(random.Random(0).randbytes(count * tensor_bytes(DTYPE, _SMALL_SHAPE)))
+    if published:
+        publish(LocalStore(folder))
 
 
 def dense_index(shape: DenseShape, *, chunk_bytes: int = 8 * MIB) -> ModelIndex:

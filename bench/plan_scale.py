@@ -7,6 +7,10 @@ that its memory is its own, and runs the project's code for that part of a load:
     agent      one node's agent: unpack the tables, find the chunks of its ranks, build the queue (`NodeLedger.begin`)
     worker     one rank: unpack the tables, compute its plan and its read items
     messages   the bytes that the coordinator sends (`actors.coordination.jobs`)
+
+With `--tensors N` the model is N tensors of 1 kB that do exist, with and without a manifest. The parts are the same.
+Its worker also copies every chunk to its place and makes the tensors. The table has the cost of one tensor. Each part
+runs several times for its processor time, of which the table has medians, and once more under `tracemalloc`.
 """
 
 from __future__ import annotations
@@ -15,22 +19,29 @@ import multiprocessing
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from bench.harness.report import markdown_table
-from bench.huge_model import MOE_RULES, MoeShape, moe_manifest, node_job
+from bench.huge_model import MOE_RULES, SMALL_RULES, MoeShape, moe_manifest, node_job, write_small_tensors
 from bench.options import new_parser, positive_int
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import parse_rules
 from cluster.planning.make_plan import build_load_plan
 from storage.host.memory import high_water_bytes, without_collector
 
+if TYPE_CHECKING:
+    from cluster.planning.packed_plan import SharedTables
+
 DEFAULT_LAYOUTS = ("8x16x8", "8x128x1", "1x1024x1")
+SMALL_LAYOUTS = ("1x1x1", "1x4x1", "4x1x1")  # of the model of many small tensors
+RUNS = 3  # of each part, for its processor time
 SLOTS = 256  # of the agent's arena; only their records exist here
 
 
@@ -39,37 +50,47 @@ class Stages:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.peak_bytes: dict[str, int] = {}  # that Python held, by name of the stage; when `tracemalloc` traces
         self._before_bytes = high_water_bytes()
+        self._traced_bytes = tracemalloc.get_traced_memory()[0]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        tracemalloc.reset_peak()
         begun_s = time.process_time()
         yield
         self.seconds[name] = time.process_time() - begun_s
+        self.peak_bytes[name] = tracemalloc.get_traced_memory()[1] - self._traced_bytes
 
-    def result(self, **more: Any) -> dict[str, Any]:
-        """Return the measurements."""
-        return {"seconds": self.seconds, "grown_bytes": high_water_bytes() - self._before_bytes, **more}
+    def result(self, *, tensors_bytes: int = 0, **more: Any) -> dict[str, Any]:
+        """Return the measurements. The memory of the tensors themselves does not count."""
+        grown_bytes = high_water_bytes() - self._before_bytes - tensors_bytes
+        return {"seconds": self.seconds, "peak_bytes": self.peak_bytes, "grown_bytes": grown_bytes, **more}
 
 
 def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
     from cluster.layouts.model_config import ModelConfig
     from cluster.planning.packed_plan import PackedPlan, pack_shared, rank_facts
+    from storage.checkpoints.checkpoint import open_model
     from storage.checkpoints.manifest import parse_manifest
+    from storage.stores.local import LocalStore
 
+    manifest = folder / "manifest.json"
+    is_huge = manifest.exists()
     config = ModelConfig.model_validate_json((folder / "config.json").read_text())
+    rules = parse_rules(MOE_RULES if is_huge else SMALL_RULES)
     stages = Stages()
     with without_collector():
         with stages.stage("read and check the index"):
-            index = parse_manifest((folder / "manifest.json").read_bytes()).index()
+            index = parse_manifest(manifest.read_bytes()).index() if is_huge else open_model(LocalStore(folder))
         with stages.stage("cut the tensors, check the chunks"):
-            plan = build_load_plan(index, Layout(*_sizes(layout)), parse_rules(MOE_RULES), config)
+            plan = build_load_plan(index, Layout(*_sizes(layout)), rules, config)
         with stages.stage("facts of every rank"):
             facts = rank_facts(plan.cut, plan.chunks.largest_bytes)
         with stages.stage("pack"):
             packed = PackedPlan(plan.revision, "blake3", index.size_bytes, facts, pack_shared(plan))
             data = pickle.dumps(packed, protocol=5)
-    (folder / f"plan-{layout}").write_bytes(data)
+    _plan_file(folder, layout).write_bytes(data)
     counts = {"ranks": len(facts), "kinds": len(plan.cut.kinds), "tensors": len(plan.cut), "chunks": len(plan.chunks)}
     return stages.result(**counts, pipe_bytes=len(data))
 
@@ -109,6 +130,52 @@ def worker(folder: Path, layout: str, _: int) -> dict[str, Any]:
     return stages.result(slices=len(plan.slices), chunks=len(plan.chunk_ids), read_items=len(items))
 
 
+def placing_worker(folder: Path, layout: str, _: int) -> dict[str, Any]:
+    """Do all that one rank's worker does for a load, except for its requests."""
+    import torch
+
+    from actors.devices.cpu_device import CpuDevice
+    from actors.rank.chunk_placer import ChunkPlacer
+    from actors.shard import RankShard
+    from cluster.planning.packed_plan import unpack_shared
+
+    packed = _packed(folder, layout)
+    shards = {path.name: memoryview(path.read_bytes()) for path in folder.glob("*.safetensors")}
+    torch.zeros(1)
+    stages = Stages()
+    with stages.stage("unpack"):
+        tables = unpack_shared(packed.shared)
+    with stages.stage("plan"):
+        plan = tables.rank_plan(len(packed.ranks) - 1)
+    device = CpuDevice()
+    with stages.stage("read items"):
+        placer = ChunkPlacer(device, plan, tables)
+        placer.direct_chunks()
+    slots: Any = _Slots(tables, shards)
+    device.allocate(plan.segment_bytes)
+    with stages.stage("copy to their places"):
+        placer.place(slots, [(chunk, chunk) for chunk in plan.chunk_ids.tolist()], placer.clock())
+        placer.finish()
+    del slots, placer, tables  # a load ends before the first call makes the tensors
+    with stages.stage("make the tensors"):
+        shard = RankShard(plan, device)
+    with stages.stage("hand them out by name"):
+        counts = {"slices": sum(1 for _ in shard.items()), "chunks": len(plan.chunk_ids)}
+    return stages.result(tensors_bytes=plan.device_bytes, **counts)
+
+
+class _Slots:
+    """An arena's slots, numbered as their chunks are."""
+
+    def __init__(self, tables: SharedTables, shards: Mapping[str, memoryview]) -> None:
+        self._tables = tables
+        self._shards = shards
+
+    def slot(self, chunk: int) -> memoryview:
+        span = self._tables.chunks.byte_range(chunk)
+        return self._shards[self._tables.shards[self._tables.chunks.shard[chunk]].key][span.start : span.end]
+
+
 def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     from actors.coordination import jobs
     from actors.coordination.model_record import ModelRecord, Placement
@@ -138,10 +205,15 @@ def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Path, str, int], dict[str, Any]]]
 PARTS = {"planning": planning, "agent": agent, "worker": worker, "messages": messages}
+SMALL_PARTS = {"planning": planning, "agent": agent, "worker": placing_worker}
+
+
+def _plan_file(folder: Path, layout: str) -> Path:
+    return folder.with_name(f"{folder.name}-plan-{layout}")  # beside the model, which a load may list
 
 
 def _packed(folder: Path, layout: str) -> Any:
-    return pickle.loads((folder / f"plan-{layout}").read_bytes())  # written by this program
+    return pickle.loads(_plan_file(folder, layout).read_bytes())  # written by this program
 
 
 def layout_text(text: str) -> str:
@@ -165,10 +237,54 @@ def measure(folder: Path, layouts: list[str], ranks_per_node: int) -> dict[str, 
     return found
 
 
+def measure_small(folder: Path, tensors: int, layouts: list[str]) -> dict[str, Any]:
+    """Run every part of a load of many small tensors, with and without a manifest."""
+    found: dict[str, Any] = {}
+    for index in ("manifest", "headers"):
+        model = folder / index
+        write_small_tensors(model, tensors, published=index == "manifest")
+        for layout in layouts:
+            parts = found[f"{index}, {layout}"] = {}
+            for name in SMALL_PARTS:
+                timed = [_alone(_small_part, name, model, layout, False) for _ in range(RUNS)]
+                parts[name] = _alone(_small_part, name, model, layout, True)
+                parts[name]["grown_bytes"] = median(run["grown_bytes"] for run in timed)
+                stages = parts[name]["seconds"]
+                parts[name]["seconds"] = {each: median(run["seconds"][each] for run in timed) for each in stages}
+    return found
+
+
+def _small_part(name: str, model: Path, layout: str, traced: bool) -> dict[str, Any]:
+    if traced:
+        tracemalloc.start()
+    return SMALL_PARTS[name](model, layout, Layout(*_sizes(layout)).ranks)
+
+
 def _alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """Call the function in a new process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
+
+
+def small_table(found: dict[str, Any], tensors: int) -> str:
+    """Return microseconds and bytes of one tensor in Markdown."""
+    columns: list[dict[str, str]] = []
+    for parts in found.values():
+        column: dict[str, str] = {}
+        total_s = 0.0
+        for part, measured in parts.items():
+            for stage, seconds in measured["seconds"].items():
+                held_bytes = measured["peak_bytes"][stage] / tensors
+                column[f"{part}: {stage}"] = f"{seconds / tensors * 1e6:.2f} us, {held_bytes:,.0f} B"
+            part_s = sum(measured["seconds"].values())
+            grown_bytes = measured["grown_bytes"] / tensors
+            column[f"**{part}**"] = f"**{part_s / tensors * 1e6:.2f} us, {grown_bytes:,.0f} B**"
+            total_s += part_s
+        column["**all three**"] = f"**{total_s / tensors * 1e6:.2f} us**"
+        column["plan that travels"] = f"{parts['planning']['pipe_bytes'] / tensors:,.0f} B"
+        columns.append(column)
+    rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
+    return markdown_table(["", *found], rows)
 
 
 def table(found: dict[str, Any]) -> str:
@@ -200,7 +316,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks-per-node", type=positive_int, default=8, help="of the agent's node")
     parser.add_argument("--layers", type=positive_int, default=MoeShape.layers, help="fewer make a smaller model")
     parser.add_argument("--shards", type=positive_int, default=MoeShape.shards, help="files of the model")
+    parser.add_argument("--tensors", type=positive_int, help="measure a model of so many tensors of 1 kB instead")
     args = parser.parse_args(arguments)
+    if args.tensors:
+        with tempfile.TemporaryDirectory() as name:
+            small = measure_small(Path(name), args.tensors, args.layout or list(SMALL_LAYOUTS))
+        print(f"{args.tensors:,} tensors of 1 kB; of one tensor and rank: processor time, peak memory\n")
+        print(small_table(small, args.tensors))
+        return
     layouts = args.layout or list(DEFAULT_LAYOUTS)
     shape = MoeShape(layers=args.layers, shards=args.shards)
     with tempfile.TemporaryDirectory() as name:
