@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from socket import create_connection
-from types import TracebackType
 from typing import Self
 
 from storage.store_ref import Credentials
@@ -88,9 +87,7 @@ class CephServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._children:  # the gateway first; nothing in memory is worth an orderly end
             child = self._children.pop()
             child.kill()

@@ -21,15 +21,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
-from storage.arena.arena_files import arena_names, arena_path, sweep
+from storage.arena.arena_files import sweep
 from tests.support.free_ports import free_ports
 from tests.support.losable_nodes import FAST_DEATH
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, eventually
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, arenas_of, eventually
 
 HEAD_IP, WORKER_IP = "127.0.0.2", "127.0.0.3"  # Ray takes nodes of one address for one host, and 127.0.0.1 for none
 WAIT_S = 240.0  # for what must come, on however slow a machine
@@ -64,9 +63,7 @@ class Redis:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.wait(30)
 
@@ -136,9 +133,7 @@ class HeadCluster:
 
     def arenas(self) -> list[str]:
         """Files in shared memory, of this cluster and of those that were here before."""
-        path = arena_path(self.address, "")
-        prefix = os.path.basename(path)[: -len("-" + path.rsplit("-", 1)[1])]
-        return [name for name in arena_names() if name.startswith(prefix)]
+        return arenas_of(self.address)
 
     def close(self) -> None:
         """End every process that was started here, and theirs."""
@@ -165,9 +160,7 @@ class HeadCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.command_line.demo import llama_tensors
 from cluster.planning.plan import LoadPlan, RankPlan, TensorSlice
 from cluster.planning.read_items import expand_read_items
 from storage.checkpoints.model_index import ChunkTable, ModelIndex, Shard, Tensor
@@ -165,26 +166,8 @@ def llama_shapes(
     layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int, *, tied: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Llama checkpoint as transformers saves it."""
-    head_rows = hidden // heads
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for layer in range(layers):
-        attention = f"model.layers.{layer}.self_attn"
-        mlp = f"model.layers.{layer}.mlp"
-        shapes |= {
-            f"model.layers.{layer}.input_layernorm.weight": (hidden,),
-            f"{attention}.q_proj.weight": (hidden, hidden),
-            f"{attention}.k_proj.weight": (kv_heads * head_rows, hidden),
-            f"{attention}.v_proj.weight": (kv_heads * head_rows, hidden),
-            f"{attention}.o_proj.weight": (hidden, hidden),
-            f"model.layers.{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{mlp}.gate_proj.weight": (inner, hidden),
-            f"{mlp}.up_proj.weight": (inner, hidden),
-            f"{mlp}.down_proj.weight": (hidden, inner),
-        }
-    shapes["model.norm.weight"] = (hidden,)
-    if not tied:
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    return shapes
+    sizes = {"heads": heads, "kv_heads": kv_heads, "vocab": vocabulary, "tie_word_embeddings": tied}
+    return {name: shape for name, _, shape in llama_tensors(layers=layers, hidden=hidden, intermediate=inner, **sizes)}
 
 
 def write_linear_llama(folder: Path, layers: int = 4) -> Path:

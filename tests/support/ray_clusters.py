@@ -203,9 +203,7 @@ class Longshore:
 
     def arenas(self) -> list[str]:
         """This cluster's files in shared memory; others may have theirs beside them."""
-        path = arena_path(self.address, "")
-        prefix = os.path.basename(path)[: -len("-" + path.rsplit("-", 1)[1])]
-        return [name for name in arena_names() if name.startswith(prefix)]
+        return arenas_of(self.address)
 
     def assert_nothing_left(self) -> None:
         """Wait until no worker, placement group or lease is left, and no arena without its agent."""
@@ -278,6 +276,12 @@ class Longshore:
             cwd=REPOSITORY,
             env={**os.environ, **ENVIRONMENT, "RAY_ADDRESS": self.address},
         )
+
+
+def arenas_of(address: str) -> list[str]:
+    """Return the files in shared memory of the cluster at that address."""
+    prefix = os.path.basename(arena_path(address, "")).rpartition("-")[0]
+    return [name for name in arena_names() if name.startswith(prefix)]
 
 
 def arenas_mapped_by(processes: Sequence[psutil.Process]) -> set[str]:

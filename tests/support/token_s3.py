@@ -18,7 +18,6 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qs, urlsplit
 from xml.sax.saxutils import escape
@@ -117,10 +116,8 @@ class TokenS3:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._serving.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._serving.__exit__(*error)
 
 
 class _Handler(BaseHTTPRequestHandler):

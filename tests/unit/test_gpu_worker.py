@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import pickle
 import subprocess
@@ -246,6 +247,7 @@ def test_objects_kept_by_calls_are_released_with_the_model(
     worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
 ):
     """This includes objects that reference themselves, as modules do; their memory is free for the next load."""
+    gc.collect()  # memory of other tests of this process, if it is released later, would count
     worker.start(job(node, plan, tmp_path))
     worker.outcome(LOAD)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import pickle
 import socket
 import ssl
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
+from urllib3 import HTTPConnectionPool
 
 from storage.errors import InvalidUri, ProxyRefused, StoreError, StoreUnavailable
 from storage.store_ref import Credentials, StoreRef
@@ -272,6 +275,23 @@ def test_plain_http_stores_use_the_proxy(place: Place, monkeypatch: pytest.Monke
     with closing(FsspecStore(StoreRef("http", HOST, "models"))) as store, pytest.raises(ProxyRefused) as caught:
         store.stat("key")
     assert "wrong-secret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_closed_store_has_no_connection_to_the_proxy(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = place.proxy("http")
+    monkeypatch.setenv("HTTP_PROXY", f"http://{proxy.address}")
+    store = place.store("http")
+    store.stat("key")
+    pools = [found for found in gc.get_objects() if isinstance(found, HTTPConnectionPool)]  # an error may have one
+
+    def connections() -> int:
+        found = psutil.Process().net_connections("tcp")
+        return sum(bool(each.raddr) and f"{each.raddr.ip}:{each.raddr.port}" == proxy.address for each in found)
+
+    assert connections() == 1
+    store.close()
+    assert connections() == 0
+    assert pools
 
 
 @pytest.mark.parametrize("named", ["socks5://h:1080", "https://u:secret@h:1", "http://", "http://u:secret@h:port"])

@@ -73,10 +73,10 @@ def bound_answers(client: S3Client, *, uri: str, answer_s: float) -> None:
     replace_http_session(client, pools, lambda session: _BoundedSession(session, uri, answer_s))
 
 
-def check_document(body: bytes) -> None:
+def check_document(body: bytes, most_bytes: int = MAX_ANSWER_BYTES) -> None:
     """Raise ValueError for a document that no S3 server sends and no XML parser should get. Pure."""
-    if len(body) > MAX_ANSWER_BYTES:
-        raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
+    if len(body) > most_bytes:
+        raise ValueError(f"more than {most_bytes} bytes")
     if body.count(b"<") + body.count(b"=") > MAX_MARKS:
         raise ValueError(f"more than {MAX_MARKS} elements and attributes")
     if b"<!DOCTYPE" in body or b"<!ENTITY" in body:
@@ -140,9 +140,7 @@ class _BoundedSession:
             raise StoreUnavailable("the answer ended early", uri=self._uri, received_bytes=received_bytes)
         body = b"".join(pieces)
         try:
-            if received_bytes > most_bytes:
-                raise ValueError(f"more than {most_bytes} bytes")
-            check_document(body)
+            check_document(body, most_bytes)
         except ValueError as error:
             if refused:
                 return b""
