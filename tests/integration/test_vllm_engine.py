@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -205,26 +206,76 @@ def quantized_rows() -> dict[str, str]:
     """Return the table of quantized checkpoints in docs/engines.md: first column -> second."""
     text = (REPOSITORY / "docs/engines.md").read_text()
     table = text.partition("| quantized as | vLLM on a CPU |\n|---|---|\n")[2].partition("\n\n")[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    return {first: second for first, second in cells}
+    return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.MULTILINE))
 
 
 def test_quantized_checkpoints_as_the_table_says(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
-    """Those that vLLM takes give the tokens of vLLM's own loader; others are refused by vLLM, whoever loads."""
-    jobs: list[dict[str, Any]] = []
+    """Those that vLLM takes give the tokens of vLLM's own loader. For others it has no kernel, whoever loads."""
+    rows, jobs = quantized_rows(), []
+    assert rows.keys() == QUANTIZED.keys()
     with CountingProxy(s3_server.endpoint_url) as proxy:
         for number, how in enumerate(QUANTIZED.values()):
             folder = tmp_path / f"quantized-{number}"
             write_quantized(folder, how)
             model = publish_to(s3_server, folder, f"vllm-quantized-{number}-{os.getpid()}")
-            places = {"auto": str(folder), "longshore": config_folder(model, proxy, tmp_path / f"config-{number}")}
-            jobs += [{**OPTIONS, "model": place, "load_format": name} for name, place in places.items()]
+            jobs += both_ways(folder, config_folder(model, proxy, tmp_path / f"config-{number}"))
         found = engine.answers(jobs)
-    rows = {}
-    for name, own, ours in zip(QUANTIZED, found[::2], found[1::2], strict=True):
+    for (name, row), own, ours in zip(rows.items(), found[::2], found[1::2], strict=True):
         assert ours == own, name
-        rows[name] = SAME_TOKENS if "tokens" in ours else f"refused: {ours['error']}"
-    assert rows == quantized_rows()
+        assert "tokens" in ours or row != SAME_TOKENS, (name, ours)
+
+
+def test_weights_are_loaded_again(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
+    """vLLM's `reload_weights` asks the loader for all weights, while the engine runs."""
+    model = stored(s3_server, tmp_path / "llama", "llama")
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        own, ours = both_ways(model.folder, config_folder(model, proxy, tmp_path / "config"))
+        found = engine.answers([own, {**ours, "reload": True}])
+    assert "tokens" in found[0]
+    assert found[1] == found[0]
+
+
+def both_ways(folder: Path, of_store: str) -> list[dict[str, Any]]:
+    """Return jobs for `Engine.answers`: vLLM's own loader on the folder, ours on a folder of `config_folder`."""
+    places = {"auto": str(folder), "longshore": of_store}
+    return [{**OPTIONS, "model": place, "load_format": name} for name, place in places.items()]
+
+
+def test_weights_in_a_second_place(engine: Engine, tmp_path: Path) -> None:
+    code = """
+        import sys
+        from cluster.errors import ConfigError
+        from cluster.small_files import ModelSource
+        from engines.vllm import secondary_source
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        folder, first = sys.argv[1], ModelSource("s3://models/a", "5f", {"region": "x", "signed_name": "a"})
+
+        def found(place, *patterns, **more):
+            other = DefaultModelLoader.Source(place, None, allow_patterns_overrides=list(patterns) or None, **more)
+            return secondary_source(other, folder, first)
+
+        beside = ModelSource("s3://models/a/joint.safetensors", "", {"region": "x"})
+        assert found(folder, "joint.safetensors") == beside
+        assert found(folder, subfolder="audio") == ModelSource("s3://models/a/audio", "", {"region": "x"})
+        assert found("openai/whisper") is None
+        try:
+            found(folder, "head.pt")
+        except ConfigError as error:
+            assert "head.pt" in str(error)
+        else:
+            raise AssertionError
+        open(f"{folder}/head.pt", "w").close()
+        assert found(folder, "head.pt") is None
+    """
+    done = subprocess.run(
+        [engine.python, "-c", textwrap.dedent(code), tmp_path],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
