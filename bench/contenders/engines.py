@@ -24,7 +24,7 @@ from bench.harness.contender import Spec
 from bench.harness.measure import measured, tree_cpu_s
 from bench.harness.models import MODEL
 
-VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"}
+VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 VLLM_OPTIONS = {"enforce_eager": True, "max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
 
 
@@ -37,9 +37,12 @@ def load_vllm(spec: Spec) -> None:
     """
     with _folder(spec) as folder:
         os.environ |= {**VLLM_VARIABLES, "XDG_RUNTIME_DIR": str(folder)}
+        cores, ranks = sorted(os.sched_getaffinity(0)), int(spec.options["ranks"])
+        parts = [",".join(map(str, cores[rank::ranks])) for rank in range(ranks)]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
         import vllm
 
-        with measured(spec, "cold", fresh=False, watch_memory=False) as m:
+        with measured(spec, "cold", watch_memory=False) as m:
             begun_s, begun_cpu_s = time.monotonic(), tree_cpu_s()
             model, load_format = str(folder), "auto"
             if spec.options["method"] == "runai":
@@ -89,7 +92,8 @@ def load_transformers(spec: Spec) -> None:
 
 def _download(spec: Spec, folder: Path) -> None:
     download(spec, folder)
-    shutil.copy(Path(spec.folder, "config.json"), folder)
+    for small in Path(spec.folder).glob("*.json"):
+        shutil.copy(small, folder)
 
 
 @contextlib.contextmanager
