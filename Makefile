@@ -106,7 +106,7 @@ test test-fast test-slow coverage: export PYTHONFAULTHANDLER = 1
 
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-test-fast: $(STAMP)  ## tests that start no server and no Ray, and take no second
+test-fast: $(STAMP)  ## tests that start no server and no Ray, none longer than a second or so
 	$(PYTEST) -q -m "not slow and not long and not gpu" $(TEST_ARGS)
 
 test: $(STAMP) $(WEIGHTS)  ## every behaviour, on real parts; without a GPU

@@ -125,6 +125,7 @@ class NodeAgent:
         self._about = about.extra
         self._work = RepeatedWork(_LOG, about)
         self._incarnation = uuid.uuid4().hex[:12]
+        self._started_ticks = ProcessId.current().start_time
         self._heard_s = time.monotonic()
         self._changed = threading.Condition()
         self._stopped = threading.Event()
@@ -416,7 +417,7 @@ class NodeAgent:
             beat = self._ledger.beat(self._node_id, self._host, self._incarnation, time.monotonic(), self._asked_for)
             if self._arena is not None and not self._stopped.is_set():
                 beat = replace(beat, arena=replace(beat.arena, taken_bytes=self._arena.taken_bytes))
-        beat = self._meter.complete(replace(beat, started_ticks=ProcessId.current().start_time))
+        beat = self._meter.complete(replace(beat, started_ticks=self._started_ticks))
         if not self._told or self._told != self._heard_of:
             beat = replace(beat, settings=self._settings.of_agent())
         try:

@@ -17,7 +17,7 @@ from bench.contenders.table import ON_DEVICE
 from bench.harness.contender import NotRunnable
 from bench.harness.models import NoRoom, make_models
 from bench.harness.report import describe_versions, markdown_table
-from bench.harness.results import Entry, medians
+from bench.harness.results import Entry, entries_of, medians
 from bench.harness.rounds import run_once, run_rounds
 from bench.harness.run_folder import run_folder
 from bench.options import add_model_options, new_parser, write_json
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.only.split(",") if options.only else list(ON_DEVICE)
     if unknown := set(names) - set(ON_DEVICE):
         parser.error(f"no contender {', '.join(sorted(unknown))}")
-    entries = [Entry(one := ON_DEVICE[name], "gpu", one.settings[0]) for name in names]
+    entries = entries_of((ON_DEVICE[name] for name in names), "gpu")
     try:
         machine = Device(options.device).describe()
         with sigterm_interrupts(), run_folder(options.tmpfs, "longshore-gpu-") as folder, sandbox():

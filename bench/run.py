@@ -24,7 +24,7 @@ from bench.harness.contender import NotRunnable, Source, Spec
 from bench.harness.link import NoLink, RateLimitedLink
 from bench.harness.models import PART, PART_BUCKET, NoRoom, make_models
 from bench.harness.report import describe_machine, describe_versions, load_tables
-from bench.harness.results import Entry, Run
+from bench.harness.results import Entry, Run, entries_of
 from bench.harness.rounds import RunFailed, run_once, run_rounds
 from bench.harness.run_folder import NGINX, run_folder
 from bench.harness.store import NoRangeServer, RangeServer, nginx_version
@@ -152,14 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def choose(patterns: Sequence[str]) -> list[Entry]:
     """Return the entries whose contender, scene or id matches a pattern, scene by scene."""
-    every = [
-        Entry(one := CONTENDERS[name], scene.name, one.settings[0])
-        for scene in (*SCENES, *ENGINES)
-        for name in scene.contenders
-    ]
     return [
         entry
-        for entry in every
+        for scene in (*SCENES, *ENGINES)
+        for entry in entries_of((CONTENDERS[name] for name in scene.contenders), scene.name)
         if any(fnmatch.filter((entry.contender.name, entry.scene, entry.id), pattern) for pattern in patterns)
     ]
 

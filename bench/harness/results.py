@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,3 +75,8 @@ def medians(runs: Sequence[Run]) -> dict[str, Any]:
     if ready := [float(run.extra["ready_s"]) for run in runs if "ready_s" in run.extra]:
         found["ready_s"] = statistics.median(ready)
     return found
+
+
+def entries_of(contenders: Iterable[Contender], scene: str) -> list[Entry]:
+    """Return an entry for each of these contenders, with its first setting."""
+    return [Entry(contender, scene, contender.settings[0]) for contender in contenders]

@@ -39,7 +39,7 @@ def run_once(entry: Entry, setting: Setting, spec: Spec, timeout_s: float = TIME
     python = sys.executable
     if name := entry.contender.environment:
         python = str(REPOSITORY / f".venv-{name}/bin/python")
-        if not (REPOSITORY / f".venv-{name}/.made").exists():  # the last that is written
+        if not (REPOSITORY / f".venv-{name}/.made").exists():  # make.sh writes it last
             raise NotRunnable(f"there is no .venv-{name}: tests/engine_environments/make.sh {name}")
     process = subprocess.Popen(
         [python, "-m", "bench.contenders", entry.contender.name, given],

@@ -44,11 +44,10 @@ def test_host_memory_and_disk(longshore: Longshore, llama: StoredModel, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("worker", "workers"),
-    [("new", 2), pytest.param("same", 1, marks=pytest.mark.cluster_settings(warm_workers_s=300.0))],
+    "workers", [2, pytest.param(1, marks=pytest.mark.cluster_settings(warm_workers_s=300.0))], ids=["new", "same"]
 )
 def test_an_offload_folder_can_be_used_again(
-    longshore: Longshore, llama: StoredModel, tmp_path: Path, worker: str, workers: int
+    longshore: Longshore, llama: StoredModel, tmp_path: Path, workers: int
 ) -> None:
     """It works after a release, also for the same worker, and after everything was killed."""
     folder = tmp_path / "offload"
@@ -67,8 +66,8 @@ def test_an_offload_folder_can_be_used_again(
             assert (folder / "index.json").exists()
         assert list(folder.iterdir()) == []
     assert len(pids) == workers
-    if worker == "new":
-        return
+    if workers == 2:
+        return  # what follows is the same
     load_again()
     longshore.kill_everything()
     longshore.end_longshore()
