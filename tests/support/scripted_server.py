@@ -9,6 +9,8 @@ import ssl
 import threading
 from collections.abc import Callable
 
+import psutil
+
 Play = Callable[[socket.socket, int], None]  # one request was read; the number counts requests on the connection
 
 
@@ -64,6 +66,11 @@ class ScriptedServer:
                 self._mine.head = head.decode("latin-1")
                 self.heads.append(self._mine.head)
                 self._play(sock, number)
+
+
+def connections_to(port: int) -> int:
+    """Return how many connections this process has to that port."""
+    return sum(bool(each.raddr) and each.raddr.port == port for each in psutil.Process().net_connections("tcp"))
 
 
 def answer(status: str, headers: dict[str, str], body: bytes = b"") -> bytes:

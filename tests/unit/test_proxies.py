@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import pytest
 from urllib3 import HTTPConnectionPool
 
@@ -29,7 +28,7 @@ from storage.stores.requests import Proxy, find_proxy
 from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates
 from tests.support.http_servers import serving
-from tests.support.scripted_server import ScriptedServer, answer
+from tests.support.scripted_server import ScriptedServer, answer, connections_to
 
 pytestmark = pytest.mark.slow
 
@@ -284,13 +283,10 @@ def test_a_closed_store_has_no_connection_to_the_proxy(place: Place, monkeypatch
     store.stat("key")
     pools = [found for found in gc.get_objects() if isinstance(found, HTTPConnectionPool)]  # an error may have one
 
-    def connections() -> int:
-        found = psutil.Process().net_connections("tcp")
-        return sum(bool(each.raddr) and f"{each.raddr.ip}:{each.raddr.port}" == proxy.address for each in found)
-
-    assert connections() == 1
+    port = int(proxy.address.rpartition(":")[2])
+    assert connections_to(port) == 1
     store.close()
-    assert connections() == 0
+    assert connections_to(port) == 0
     assert pools
 
 

@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 from urllib3 import HTTPConnectionPool
 
@@ -25,7 +24,7 @@ from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES
 from storage.stores.s3.session import MAX_ANSWER_BYTES, MAX_MARKS, check_document
 from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates
-from tests.support.scripted_server import Play, ScriptedServer, answer
+from tests.support.scripted_server import Play, ScriptedServer, answer, connections_to
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -307,10 +306,6 @@ def test_a_closed_store_has_no_connection_whoever_refers_to_its_errors() -> None
         store.close()
         assert connections_to(server.port) == 0
     assert pools
-
-
-def connections_to(port: int) -> int:
-    return sum(bool(each.raddr) and each.raddr.port == port for each in psutil.Process().net_connections("tcp"))
 
 
 def test_no_thread_is_left() -> None:
