@@ -218,12 +218,12 @@ class LoadRun:
                 except ClusterError as error:
                     if not nodes.may_resolve(error):
                         raise
-                    if not may_wait:
+                    if not (may_wait or self._gpus_come(error)):
                         raise error.with_details(waited_s=request.wait_for_resources_s or None) from None
                     message = str(error)
             await self._event(load_state.ResourcesMissing)
             await record.touch(f"waiting for resources: {message}")
-            await asyncio.sleep(min(1.0, max(0.05, deadline_s - time.monotonic())))
+            await asyncio.sleep(min(1.0, max(0.2, deadline_s - time.monotonic())))
         await self._event(load_state.ResourcesGranted)
         if record.message:
             await record.touch("")
@@ -231,6 +231,11 @@ class LoadRun:
             if placement.incarnation:  # in a worker group there may be replacements
                 await self._rank_event(load_state.RankReplaced, placement)
         return worker_group
+
+    def _gpus_come(self, error: ClusterError) -> bool:
+        """Return whether the GPUs that are missing were given back so lately that Ray may not count them yet."""
+        missing = error.details.get("need", 0) - error.details.get("have", 0)
+        return self._record.request.device == "cuda" and missing > 0 and self._worker_groups.may_free(missing)
 
     async def _start_workers(self) -> None:
         """Processes for the ranks that have none; they come up while the agents are told."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from cluster.telemetry.report import WorkerGroupStatus
 CALL_TIMEOUT_S = 60.0  # for calls to agents, which answer at once when they are well
 FILES_REMOVED_S = 10.0  # what a load that did not end well has written goes with it
 RECYCLE_S = 20.0  # a worker that has not let go of its model by then is ended
+FREED_S = 10.0  # Ray counts a GPU as free when the process that used it has ended, which takes seconds
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class WorkerGroups:
         self._keep_s = keep_s
         self._idle: dict[str, WorkerGroup] = {}
         self._parting: set[str] = set()  # neither a model's any more nor idle yet
+        self._given_back: deque[tuple[float, int]] = deque()  # when a placement group was removed, and its GPUs
 
     @property
     def ids(self) -> set[str]:
@@ -97,7 +100,7 @@ class WorkerGroups:
             if kept is not None:  # an agent may still hand the load's record to a coordinator that lost its own
                 await _end_workers(placements)
             if record.group is not None:
-                await asyncio.to_thread(spawn.remove_group, record.group)
+                await self._give_back(record.group, len(record.placements) * record.request.gpus_per_rank)
         finally:
             self._parting.discard(record.worker_group_id)
 
@@ -178,7 +181,7 @@ class WorkerGroups:
         worker_groups = [
             self.take(worker_group_id) for worker_group_id in list(worker_group_ids) if worker_group_id in self._idle
         ]
-        await asyncio.gather(*(_end_worker_group(worker_group) for worker_group in worker_groups))
+        await asyncio.gather(*(self._end_worker_group(worker_group) for worker_group in worker_groups))
 
     async def end_all(self) -> int:
         """End all idle worker groups. Return how many there were."""
@@ -191,16 +194,25 @@ class WorkerGroups:
         self._keep_s = 0.0
         await self.end_all()
 
+    async def _end_worker_group(self, worker_group: WorkerGroup) -> None:
+        await _end_actors(placement.worker for placement in worker_group.placements)
+        if worker_group.group is not None:
+            await self._give_back(worker_group.group, len(worker_group.placements))
+
+    async def _give_back(self, group: Any, gpus: int) -> None:
+        await asyncio.to_thread(spawn.remove_group, group)
+        self._given_back.append((time.monotonic(), gpus))
+
+    def may_free(self, gpus: int) -> bool:
+        """Return whether so many GPUs were given back so lately that Ray may not count them as free yet."""
+        while self._given_back and self._given_back[0][0] < time.monotonic() - FREED_S:
+            self._given_back.popleft()
+        return gpus <= sum(given_back for _, given_back in self._given_back)
+
 
 async def _until_busy(idleness: Any) -> None:
     with contextlib.suppress(RayError):  # dead
         await idleness
-
-
-async def _end_worker_group(worker_group: WorkerGroup) -> None:
-    await _end_actors(placement.worker for placement in worker_group.placements)
-    if worker_group.group is not None:
-        await asyncio.to_thread(spawn.remove_group, worker_group.group)
 
 
 async def _end_workers(placements: Sequence[Placement], *, removes_files: bool = False) -> None:

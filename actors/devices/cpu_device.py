@@ -208,7 +208,7 @@ class CpuDevice:
     def held_bytes(self) -> int:
         return sum(len(segment.data) for segment in (*self._segments, *self._staged.values()))
 
-    def attach_arena(self, arena: memoryview) -> None:
+    def attach_arena(self, arena: memoryview, slot_bytes: int) -> None:
         pass
 
     def detach_arena(self) -> None:

@@ -1,9 +1,10 @@
-"""A GPU as a rank's memory. Only this module and `tests/gpu` call CUDA."""
+"""A GPU as a rank's memory, and as the place that readers copy to. Only this module and `tests/gpu` call CUDA."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,11 @@ from cluster.planning.plan import StagedTensor, TensorSlice
 from cluster.planning.read_items import ReadItems
 
 PORTABLE = 1  # cudaHostRegisterPortable
+ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+# Of the arena, registered at a time. Pages that the process has not touched take 0.3 s/GB, the others 0.03 s/GB (H100
+# machine, 2026-11-26), so an arena is not registered beyond what a load uses.
+PIN_BYTES = 64 << 20
+STAGING_BYTES = 32 << 20  # of pinned memory, of which a reader has two
 
 
 def free_memory() -> list[tuple[int, int]]:
@@ -23,7 +29,8 @@ def free_memory() -> list[tuple[int, int]]:
 
 
 class CudaDevice:
-    """The GPU that Ray gave this process. The arena is registered as pinned memory once, and copies are asynchronous.
+    """The GPU that Ray gave this process. The arena is registered as pinned memory, block by block as it is used, and
+    copies are asynchronous.
 
     Strided items go through a staging block on the device. The DMA engine makes one contiguous transfer, then the
     device makes a strided copy. Both are on one stream, so the block is free again when the next transfer begins.
@@ -47,7 +54,9 @@ class CudaDevice:
         self._segments: list[torch.Tensor] = []
         self._staging: torch.Tensor | None = None
         self._staged: dict[int, torch.Tensor] = {}  # tensors that are still to be converted, by segment
-        self._pinned: int | None = None
+        self._arena_address = self._arena_bytes = 0
+        self._block_bytes = 0  # whole slots of the arena; 0: it is not registered, or cannot be
+        self._pinned: dict[int, int] = {}  # of each block that was looked at: its address, or 0 if another pinned it
 
     @property
     def held_bytes(self) -> int:
@@ -59,26 +68,35 @@ class CudaDevice:
             # Kernels launched earlier may still write to memory that this process used before.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def attach_arena(self, arena: memoryview) -> None:
-        address = np.frombuffer(arena, np.uint8).ctypes.data
-        with torch.cuda.device(self._device):  # the calling thread's device may be another
-            # One registration for the whole arena: registering each slot or view is a thousand times slower.
-            # Portable means pinned for every GPU of the process. A second registration fails as already registered.
-            if int(self._cudart().cudaHostRegister(address, len(arena), PORTABLE)) == 0:
-                self._pinned = address
-                return
-            # Without pinning copies are only slower. But CUDA reports the kept error at the next kernel launch.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device).add_(1)
+    def attach_arena(self, arena: memoryview, slot_bytes: int) -> None:
+        self._arena_address, self._arena_bytes = np.frombuffer(arena, np.uint8).ctypes.data, len(arena)
+        self._block_bytes = max(1, PIN_BYTES // slot_bytes) * slot_bytes
 
     def detach_arena(self) -> None:
         self.synchronize()
-        if self._pinned is not None:
-            with torch.cuda.device(self._device):
-                self._cudart().cudaHostUnregister(self._pinned)
-            self._pinned = None
+        with torch.cuda.device(self._device):
+            for address in filter(None, self._pinned.values()):
+                self._cudart().cudaHostUnregister(address)
+        self._pinned, self._block_bytes = {}, 0
         self._staging = None
         torch.cuda.empty_cache()  # no tensor uses the staging memory
+
+    def _pin(self, address: int) -> None:
+        """Register the block of the arena that has this address. Without that copies are only slower."""
+        block = (address - self._arena_address) // self._block_bytes
+        if block in self._pinned:
+            return
+        start = block * self._block_bytes
+        size = min(self._block_bytes, self._arena_bytes - start)
+        with torch.cuda.device(self._device):  # the calling thread's device may be another
+            # Portable means pinned for every GPU of the process.
+            error = int(self._cudart().cudaHostRegister(self._arena_address + start, size, PORTABLE))
+            self._pinned[block] = 0 if error else self._arena_address + start
+            if error:
+                with contextlib.suppress(RuntimeError):  # CUDA reports the kept error at the next kernel launch
+                    torch.zeros(1, device=self._device).add_(1)
+                if error != ALREADY_REGISTERED:  # as by another GPU of this process
+                    self._block_bytes = 0
 
     def stage(self, staged: StagedTensor) -> None:
         source = staged.source
@@ -101,6 +119,8 @@ class CudaDevice:
 
     def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
         source = torch.frombuffer(chunk, dtype=torch.uint8)
+        if self._block_bytes:
+            self._pin(source.data_ptr())
         with torch.cuda.stream(self._stream):
             staged = None
             for row in range(rows.start, rows.stop):
@@ -155,3 +175,37 @@ class CudaDevice:
             self._segments = []
             self._staged = {}
         torch.cuda.empty_cache()  # torch keeps freed memory for itself, and this process may live on
+
+
+class PinnedStaging:
+    """Pinned host memory through which a reader's tensors go to a GPU: one block is filled while another is copied."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []  # the event: when it may be filled again
+
+    def copy(self, target: torch.Tensor, fill: Callable[[int, torch.Tensor], object]) -> None:
+        """Fill a contiguous tensor of at least one dimension, in the order of its device's current stream.
+
+        `fill(first, host)` reads the rows from `first` on into a tensor of the host, which has as many as are wanted.
+        """
+        rows = max(1, STAGING_BYTES // max(1, target[:1].nbytes))
+        with self._lock:
+            for first in range(0, len(target), rows):
+                part = target[first : first + rows]
+                block = self._block(part.nbytes, pinned=target.device.type == "cuda")
+                host = block[: part.nbytes].view(part.dtype).view(part.shape)
+                fill(first, host)
+                part.copy_(host, non_blocking=True)
+                copied = torch.cuda.current_stream(part.device).record_event() if part.is_cuda else None
+                self._blocks.append((block, copied))
+
+    def _block(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """Return the block that was filled longest ago, or a new one, of at least that size."""
+        if len(self._blocks) == 2:
+            block, copied = self._blocks.pop(0)
+            if copied is not None:
+                copied.synchronize()
+            if len(block) >= size_bytes:
+                return block
+        return torch.empty(max(size_bytes, STAGING_BYTES), dtype=torch.uint8, pin_memory=pinned)

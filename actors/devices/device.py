@@ -52,8 +52,8 @@ class Device(Protocol):
         """Take the memory of all segments. Raises DoesNotFit."""
         ...
 
-    def attach_arena(self, arena: memoryview) -> None:
-        """Prepare for the mapped arena that `place` will read from. Called once."""
+    def attach_arena(self, arena: memoryview, slot_bytes: int) -> None:
+        """Prepare for the mapped arena that `place` will read from, in slots of that size. Called once."""
         ...
 
     def detach_arena(self) -> None:
@@ -138,9 +138,9 @@ class OpeningDevice:
         """Begin to take the memory. A later `place` raises the DoesNotFit."""
         self._submit(lambda device: device.allocate(segment_bytes))
 
-    def attach_arena(self, arena: memoryview) -> None:
+    def attach_arena(self, arena: memoryview, slot_bytes: int) -> None:
         self._attached = True
-        self._submit(lambda device: device.attach_arena(arena))
+        self._submit(lambda device: device.attach_arena(arena, slot_bytes))
 
     def detach_arena(self) -> None:
         """Return when the device does not use the arena, whether it started or not."""

@@ -327,9 +327,9 @@ class MappedDevice:
             here = zip(segment_bytes, self._part, strict=False)
             part.allocate(tuple(size_bytes for size_bytes, of in here if of == number))
 
-    def attach_arena(self, arena: memoryview) -> None:
+    def attach_arena(self, arena: memoryview, slot_bytes: int) -> None:
         for part in self._parts:
-            part.attach_arena(arena)
+            part.attach_arena(arena, slot_bytes)
 
     def detach_arena(self) -> None:
         self.synchronize()  # one GPU unpins the arena for all of them
@@ -448,7 +448,7 @@ class DiskDevice:
         names = (piece.name for piece in self._slices)
         self._folder.open(dict(zip(names, segment_bytes, strict=True)))
 
-    def attach_arena(self, arena: memoryview) -> None:
+    def attach_arena(self, arena: memoryview, slot_bytes: int) -> None:
         pass
 
     def detach_arena(self) -> None:

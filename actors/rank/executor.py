@@ -190,7 +190,7 @@ class RankLoader(ChunkLoader):
     # -- what `ChunkLoader` calls ------------------------------------------------------------------------------
 
     def _attach(self, arena: Arena) -> None:
-        self._device.attach_arena(arena.data())
+        self._device.attach_arena(arena.data(), arena.slot_bytes)
 
     def _detach(self) -> None:
         self._device.detach_arena()

@@ -33,6 +33,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+DEVICES = ("cpu", "cuda")  # whose tensors a stored tensor can be read into
+
 
 class StoredTensor(Protocol):
     """A tensor in a checkpoint."""
@@ -51,7 +53,7 @@ class StoredTensor(Protocol):
         """Return a box of the tensor, contiguous, in memory of its own or in that of the target.
 
         `shape` is the tensor's shape, or (elements,) for a range of its elements in row-major order. `target`: a
-        contiguous tensor on the CPU with the dtype and as many elements, which may have another shape. Raises
+        contiguous tensor on one of DEVICES with the dtype and as many elements, which may have another shape. Raises
         LongshoreError.
         """
         ...
@@ -140,7 +142,7 @@ class _Root:
 
     def copy_to(self, target: torch.Tensor, view: torch.Tensor) -> bool:
         """Read the view straight into the target, and return True; False where that cannot be done."""
-        alike = (target.device.type, target.dtype, target.shape) == ("cpu", self.stored.dtype, view.shape)
+        alike = (target.dtype, target.shape) == (self.stored.dtype, view.shape) and target.device.type in DEVICES
         if not alike or view.dtype != target.dtype or not target.is_contiguous() or self._whole is not None:
             return False
         if not view.numel():

@@ -41,6 +41,7 @@ from storage.stores.open_store import open_store
 if TYPE_CHECKING:
     import torch
 
+    from actors.devices.cuda_device import PinnedStaging
     from actors.reader.lazy_tensor import LazyTensor
 
 FRAMEWORKS = {"pt": "pt", "torch": "pt", "pytorch": "pt", "np": "np", "numpy": "np"}
@@ -49,13 +50,14 @@ FRAMEWORKS = {"pt": "pt", "torch": "pt", "pytorch": "pt", "np": "np", "numpy": "
 class _Stored:
     """A tensor of an open model, for lazy tensors. A dtype that torch lacks is bytes, packed in the last dimension."""
 
-    def __init__(self, reader: ModelReader, tensor: Tensor) -> None:
+    def __init__(self, reader: ModelReader, tensor: Tensor, staging: PinnedStaging) -> None:
         from actors.devices.convert import torch_dtype
 
         self.name = tensor.name
         self.dtype, self.shape = torch_dtype(tensor.dtype, tensor.shape)
         self._reader = reader
         self._tensor = tensor
+        self._staging = staging
 
     def read(
         self,
@@ -67,6 +69,15 @@ class _Stored:
         """See `StoredTensor`."""
         import torch
 
+        if target is not None and target.is_cuda:
+            if not sizes:
+                shape, offsets, sizes = (1,), (0,), (1,)
+
+            def fill(first: int, host: torch.Tensor) -> None:
+                self.read(shape, (offsets[0] + first, *offsets[1:]), host.shape, host)
+
+            self._staging.copy(target.view(tuple(sizes)), fill)
+            return target
         if target is not None:
             self._reader.read(self._tensor, shape, offsets, sizes, target.reshape(-1).view(torch.uint8).numpy())
             return target
@@ -75,9 +86,13 @@ class _Stored:
         found = torch.from_numpy(self._reader.read(self._tensor, shape, offsets, sizes))
         return found.view(self.dtype).view(tuple(sizes))
 
-    def read_whole(self) -> torch.Tensor:
-        """Return the whole tensor."""
-        return self.read(self.shape, (0,) * len(self.shape), self.shape)
+    def read_whole(self, device: str) -> torch.Tensor:
+        """Return the whole tensor, on a GPU if the device is one, else on the CPU."""
+        import torch
+
+        on_gpu = torch.device(device).type == "cuda" and 0 not in self.shape
+        target = torch.empty(self.shape, dtype=self.dtype, device=device) if on_gpu else None
+        return self.read(self.shape, (0,) * len(self.shape), self.shape, target)
 
 
 class TensorSlice:
@@ -122,6 +137,7 @@ class OpenModel:
         self._device = device
         self._uri = uri
         self._tensors = {tensor.name: tensor for tensor in index.tensors}
+        self._staging: PinnedStaging | None = None
 
     @property
     def revision(self) -> str:
@@ -175,7 +191,7 @@ class OpenModel:
         import torch
 
         tensor = self._tensor(name)
-        found = _Stored(self._reader, tensor).read_whole()
+        found = self._stored(tensor).read_whole(self._device)
         packed = getattr(torch, "float4_e2m1fn_x2", None) if tensor.dtype == "F4" else None
         return self._hand_out(found if packed is None else found.view(packed))
 
@@ -274,7 +290,13 @@ class OpenModel:
     def _lazy(self, tensor: Tensor) -> LazyTensor:
         from actors.reader.lazy_tensor import LazyTensor
 
-        return LazyTensor(_Stored(self._reader, tensor))
+        return LazyTensor(self._stored(tensor))
+
+    def _stored(self, tensor: Tensor) -> _Stored:
+        from actors.devices.cuda_device import PinnedStaging
+
+        self._staging = self._staging or PinnedStaging()
+        return _Stored(self._reader, tensor, self._staging)
 
     def _hand_out(self, tensor: torch.Tensor) -> torch.Tensor | np.ndarray[Any, Any]:
         if self._framework == "pt":

@@ -176,6 +176,25 @@ def load_longshore(spec: Spec) -> None:
         _measure(spec, device, load)
 
 
+def load_opened(spec: Spec) -> None:
+    """Copy the lazy tensors of Longshore's `safe_open` to new tensors of the device, as an engine's loader does."""
+    import torch
+    import torch.distributed.tensor  # which torch imports at the first copy of a subclass; engines have it by then
+
+    import cluster
+
+    device = _open(spec)
+
+    def load(_: Measured) -> Tensors:
+        tensors: Tensors = {}
+        with cluster.safe_open(model_uri(spec, MODEL)) as opened:
+            for name, lazy in opened.lazy_tensors():
+                tensors[name] = torch.empty(lazy.shape, dtype=lazy.dtype, device=device.name).copy_(lazy)
+        return tensors
+
+    _measure(spec, device, load)
+
+
 def load_safetensors(spec: Spec) -> None:
     """Load with safetensors' load_file."""
     from safetensors.torch import load_file

@@ -118,6 +118,9 @@ _ON_DEVICE = (
         *("longshore_unverified", "Longshore, not verified", on_device.load_longshore, PLAIN, FETCH_THREADS, TORCH),
         options={"verify": False},
     ),
+    Contender(
+        "longshore_opened", "Longshore's safe_open, verified", on_device.load_opened, (Case("", "", B3),), needs=TORCH
+    ),
     Contender("safetensors_device", "safetensors", on_device.load_safetensors, PLAIN, needs=ST),
     Contender("runai_device", "Run:ai streamer", on_device.load_runai, PLAIN, RUNAI_DEVICE_SETTINGS, RUNAI),
     Contender("fastsafetensors", "fastsafetensors", on_device.load_fast, PLAIN, FAST_DEVICE_SETTINGS, FAST),

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save
 
-from actors.devices.cuda_device import CudaDevice
+from actors.devices.cuda_device import ALREADY_REGISTERED, CudaDevice
 from actors.devices.device import open_device
 from actors.rank.executor import RankLoader
 from cluster.errors import DoesNotFit
@@ -78,7 +78,7 @@ def carried_out(chunk: memoryview, segment_bytes: int, items: ReadItems) -> NDAr
 def test_copies_of_one_and_of_many_runs(arena: Arena, device: CudaDevice, pinned: bool):
     """Odd offsets, odd runs, strided items of several chunks in a row: the staging block is used again."""
     if pinned:
-        device.attach_arena(arena.data())
+        device.attach_arena(arena.data(), arena.slot_bytes)
     device.allocate((SLOT_BYTES,))
     device._segments[0].zero_()
     torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def test_copies_of_one_and_of_many_runs(arena: Arena, device: CudaDevice, pinned
 
 def test_chunks_in_flight_do_not_mix(arena: Arena, device: CudaDevice):
     """Several chunks between two waits, each through the one staging block."""
-    device.attach_arena(arena.data())
+    device.attach_arena(arena.data(), arena.slot_bytes)
     device.allocate((4 * SLOT_BYTES,))
     wanted = []
     for slot in range(4):
@@ -111,27 +111,55 @@ def test_chunks_in_flight_do_not_mix(arena: Arena, device: CudaDevice):
         assert np.array_equal(found, expected)
 
 
-def test_the_arena_is_pinned_once_and_let_go(arena: Arena, device: CudaDevice):
-    device.attach_arena(arena.data())
-    assert torch.frombuffer(arena.slot(2), dtype=torch.uint8).is_pinned()
+def place_slot(device: CudaDevice, arena: Arena, slot: int) -> None:
+    """Copy a whole slot to the start of segment 0."""
+    device.place(arena.slot(slot), items_of((0, 0, SLOT_BYTES, 1, SLOT_BYTES, SLOT_BYTES)), slice(0, 1))
+    device.synchronize()
+    assert bytes(device._segments[0].cpu().numpy()) == bytes(arena.slot(slot))
+
+
+def is_pinned(arena: Arena, slot: int) -> bool:
+    return bool(torch.frombuffer(arena.slot(slot), dtype=torch.uint8).is_pinned())
+
+
+def test_blocks_of_the_arena_are_pinned_as_they_are_used_and_let_go(
+    arena: Arena, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("actors.devices.cuda_device.PIN_BYTES", 3 * SLOT_BYTES)  # the last block has one slot
+    device.allocate((SLOT_BYTES,))
+    device.attach_arena(arena.data(), arena.slot_bytes)
+    assert not any(is_pinned(arena, slot) for slot in range(4))
+    place_slot(device, arena, 1)
+    assert [is_pinned(arena, slot) for slot in range(4)] == [True, True, True, False]
+    for slot in (3, 2, 0, 3):
+        place_slot(device, arena, slot)
+    assert all(is_pinned(arena, slot) for slot in range(4))
     device.detach_arena()
     device.detach_arena()
-    assert not torch.frombuffer(arena.slot(2), dtype=torch.uint8).is_pinned()
-    device.attach_arena(arena.data())  # after the agent was restarted
+    assert not any(is_pinned(arena, slot) for slot in range(4))
+    device.attach_arena(arena.data(), arena.slot_bytes)  # after the agent was restarted
+    place_slot(device, arena, 3)
     device.detach_arena()
 
 
-def test_an_arena_that_cannot_be_pinned_is_no_failure(arena: Arena, device: CudaDevice):
-    device.attach_arena(arena.data())
+@pytest.mark.parametrize("error", [ALREADY_REGISTERED, 1])
+def test_an_arena_that_cannot_be_pinned_is_no_failure(
+    arena: Arena, device: CudaDevice, monkeypatch: pytest.MonkeyPatch, error: int
+):
+    device.allocate((SLOT_BYTES,))
+    device.attach_arena(arena.data(), arena.slot_bytes)
+    place_slot(device, arena, 0)
     twin = CudaDevice()
-    twin.attach_arena(arena.data())  # CUDA refuses a range that is registered already
-    assert twin._pinned is None
-    assert torch.ones(4, device="cuda").sum().item() == 4  # and the refusal is not left for the next kernel
+    if error != ALREADY_REGISTERED:
+        monkeypatch.setattr("actors.devices.cuda_device.ALREADY_REGISTERED", 0)  # so that it looks like another error
+    twin.attach_arena(arena.data(), arena.slot_bytes)  # CUDA refuses a range that is registered already
     twin.allocate((SLOT_BYTES,))
-    twin.place(arena.slot(0), items_of((0, 0, SLOT_BYTES, 1, SLOT_BYTES, SLOT_BYTES)), slice(0, 1))
-    twin.synchronize()
-    assert bytes(twin._segments[0].cpu().numpy()) == bytes(arena.slot(0))
+    place_slot(twin, arena, 1)
+    assert set(twin._pinned.values()) == {0}
+    assert bool(twin._block_bytes) == (error == ALREADY_REGISTERED)
+    assert torch.ones(4, device="cuda").sum().item() == 4  # and the refusal is not left for the next kernel
     twin.free()
+    assert is_pinned(arena, 0)
 
 
 def test_memory_that_is_still_written_by_what_was_launched_before(arena: Arena, device: CudaDevice):
@@ -232,11 +260,11 @@ def test_only_the_first_visible_gpu_gets_a_context():
         pytest.skip("this machine has one GPU: nothing else could get a context")
     code = """
 import torch
-from actors.devices.cuda_device import CudaDevice
+from actors.devices.cuda_device import ALREADY_REGISTERED, CudaDevice
 before = torch.cuda.device_count()
 device = CudaDevice()
 device.allocate((1 << 20,))
-device.attach_arena(memoryview(bytearray(1 << 20)))
+device.attach_arena(memoryview(bytearray(1 << 20)), 1 << 20)
 device.free()
 import subprocess, os
 found = subprocess.run(["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"],

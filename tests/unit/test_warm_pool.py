@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.coordination import spawn, worker_groups
+from actors.coordination.worker_groups import WorkerGroups
 from cluster.errors import NotEnoughResources
 from cluster.layouts.mesh import Layout
 from cluster.scheduling.topology import (
@@ -146,3 +151,36 @@ def test_only_worker_groups_on_the_nodes_of_a_load_end_for_it() -> None:
     ]
     assert in_the_way(worker_groups, ["n0"]) == ["c", "a"]
     assert in_the_way(worker_groups, ["n7"]) == []
+
+
+def test_gpus_that_were_given_back_are_expected_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU machine Ray counted them as free a second after the load that wanted them had come."""
+    now_s, removed = [100.0], []
+    monkeypatch.setattr(worker_groups, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(spawn, "remove_group", removed.append)
+    monkeypatch.setattr(spawn, "end_actor", lambda _: None)
+
+    def ended(ranks: int, gpus_per_rank: int, group: str | None) -> Any:
+        request = SimpleNamespace(device_map=None, gpus_per_rank=gpus_per_rank)
+        placements = {rank: SimpleNamespace(worker=object()) for rank in range(ranks)}
+        return SimpleNamespace(
+            worker_group_id="g", model_id="m", request=request, placements=placements, nodes=(), group=group
+        )
+
+    async def run() -> None:
+        groups = WorkerGroups(0.0)
+        assert not groups.may_free(1)
+        await groups.part(ended(2, 1, "first"), keep=False)
+        await groups.part(ended(8, 1, None), keep=False)  # in somebody's own placement group, or on CPUs
+        now_s[0] += 6
+        await groups.part(ended(1, 3, "second"), keep=False)
+        assert groups.may_free(5)
+        assert not groups.may_free(6)
+        now_s[0] += 6
+        assert groups.may_free(3)
+        assert not groups.may_free(4)
+        now_s[0] += 6
+        assert not groups.may_free(1)
+
+    asyncio.run(run())
+    assert removed == ["first", "second"]
