@@ -245,6 +245,7 @@ class RankMachine(RuleBasedStateMachine):
             self.fetch_goes_on()
             self.fetch_starts()
             self.fetch_ends(0, "at once")
+            self.time_passes(HOLD_S)  # chunks that were held back may be placed
             self.copies_start(4)
             self.copies_end()
             if self.asked is not None:
