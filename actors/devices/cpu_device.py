@@ -11,13 +11,12 @@ nothing views it any more, so a tensor that user code has stored is never overwr
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from cluster.errors import DoesNotFit
 from cluster.planning.plan import StagedTensor, TensorSlice
 from cluster.planning.read_items import ReadItems
-from storage.host.memory import populate
+from storage.host.memory import advise_huge, populate
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,7 @@ _SMALL_BYTES = 64 << 10  # a copy of fewer bytes takes less time than letting ot
 _DEAR_S = 1e-3
 
 
-class _HugePages:
+class HugePages:
     """The choice between huge and small pages, by measurement.
 
     Huge pages are expensive where the kernel must first move memory to make room for one. When the first ones are
@@ -68,14 +67,14 @@ class _HugePages:
 
 
 class Segment:
-    """One block of private memory. Tensors view its `data`."""
+    """Memory that chunks are copied to: a block of `SegmentMemory`, or somebody's tensor. Tensors view its `data`."""
 
-    def __init__(self, data: NDArray[np.uint8], memory: mmap.mmap, huge: _HugePages | None) -> None:
+    def __init__(self, data: NDArray[np.uint8], huge: HugePages | None) -> None:
+        """`huge`: the choice of pages; None when the memory was used before, so that its pages are present."""
         self.data = data
         self._address = int(data.ctypes.data)
         self._origin = self._address % _BLOCK_BYTES  # of the first byte in its block
-        self._memory = memory
-        self._huge = huge  # None when the memory was used before, so its pages are present
+        self._huge = huge
         self._advised = False
         self._adding = threading.Lock()
         self.fresh_s = 0.0  # thread-seconds for which its pages were made present
@@ -96,11 +95,10 @@ class Segment:
                 self._populate(block, self._huge)
         return first * _BLOCK_BYTES - self._origin, after * _BLOCK_BYTES - self._origin
 
-    def _populate(self, block: int, huge: _HugePages) -> None:
+    def _populate(self, block: int, huge: HugePages) -> None:
         if huge.pay != self._advised:
             self._advised = huge.pay
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._memory.madvise(mmap.MADV_HUGEPAGE if huge.pay else mmap.MADV_NOHUGEPAGE)
+            advise_huge(self._address, len(self.data), huge=huge.pay)
         begin = max(0, block * _BLOCK_BYTES - self._origin)
         end = min(len(self.data), (block + 1) * _BLOCK_BYTES - self._origin)
         since_s, since_cpu_s = time.monotonic(), time.thread_time()
@@ -136,12 +134,12 @@ class SegmentMemory:
         with self._taking:
             kept = sorted((self._kept.popleft() for _ in range(len(self._kept))), key=len)
             taken: dict[int, Segment] = {}
-            huge = _HugePages()
+            huge = HugePages()
             for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):  # the largest first, from the largest
                 taken[index] = self._segment(kept.pop() if kept else None, sizes[index], huge)
             return [taken[index] for index in range(len(sizes))]
 
-    def _segment(self, memory: mmap.mmap | None, size: int, huge: _HugePages) -> Segment:
+    def _segment(self, memory: mmap.mmap | None, size: int, huge: HugePages) -> Segment:
         mapped_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         fresh = memory is None or len(memory) < mapped_bytes
         if memory is None:
@@ -151,7 +149,7 @@ class SegmentMemory:
             memory.resize(mapped_bytes)  # moves pages, not bytes
         data = np.frombuffer(memory, np.uint8, count=size)
         weakref.finalize(data, self._give_back, memory).atexit = False
-        return Segment(data, memory, huge if fresh else None)
+        return Segment(data, huge if fresh else None)
 
     def _give_back(self, memory: mmap.mmap) -> None:
         """Keep or drop memory that nothing views any more."""
@@ -179,6 +177,20 @@ def copy_runs(
     # numpy lets other threads run while it copies.
     written: NDArray[np.uint8] = np.ndarray((count, run), np.uint8, target, begin, (stride, 1))
     np.copyto(written, np.ndarray((count, run), np.uint8, chunk, source, (source_stride, 1)))
+
+
+def place_items(segment_of: Callable[[int], Segment], chunk: memoryview, items: ReadItems, rows: slice) -> None:
+    """Copy the read items `rows` out of a chunk to their segments."""
+    current, data = -1, memoryview(b"")  # the segment of the row before
+    ready, ready_end = 0, -1  # its bytes that may be written
+    for number, source, begin, run, count, source_stride, stride in items.copies(rows):
+        end = begin + (count - 1) * stride + run
+        if number != current:
+            segment = segment_of(number)
+            current, data, ready_end = number, segment.data.data, -1
+        if begin < ready or end > ready_end:
+            ready, ready_end = segment.touch(begin, end)
+        copy_runs(data, begin, stride, chunk, source, source_stride, run, count)
 
 
 class CpuDevice:
@@ -243,16 +255,7 @@ class CpuDevice:
         convert(staged, torch.from_numpy(source.data), slices, made)
 
     def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
-        current, data = -1, memoryview(b"")  # the segment of the row before
-        ready, ready_end = 0, -1  # its bytes that may be written
-        for number, source, begin, run, count, source_stride, stride in items.copies(rows):
-            end = begin + (count - 1) * stride + run
-            if number != current:
-                segment = self._segment(number)
-                current, data, ready_end = number, segment.data.data, -1
-            if begin < ready or end > ready_end:
-                ready, ready_end = segment.touch(begin, end)
-            copy_runs(data, begin, stride, chunk, source, source_stride, run, count)
+        place_items(self._segment, chunk, items, rows)
 
     def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
         parts = []

@@ -23,14 +23,15 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.devices.cpu_device import SegmentMemory, copy_runs
+from actors.devices.cpu_device import HugePages, Segment, SegmentMemory, place_items
 from actors.links import AgentLink
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.loader import MESSAGE_NUMBERS, ChunkLoader, RankWork
@@ -46,6 +47,7 @@ from cluster.telemetry.logs import LogFields
 from storage.arena.arena import Arena
 from storage.checkpoints.model_index import ChunkTable, Tensor
 from storage.errors import LongshoreError
+from storage.host.processes import usable_cpus
 from storage.stores.object_store import ObjectStore
 
 KEPT = 4  # chunks that were read stay, because the next small tensors are often in them; at most `limit`
@@ -113,6 +115,8 @@ class ReadAhead:
 
 
 SMALL_BYTES = 64 << 10  # results below this take memory from numpy, and not a mapping of their own
+FRESH_BYTES = 4 << 20  # smaller tensors of others lie among memory that was used
+MOST_COPIERS = 4  # threads that copy for one read; the first write to new memory takes longer than the copy itself
 
 
 class ReaderWork(RankWork):
@@ -211,7 +215,10 @@ class ModelReader(ChunkLoader):
         self._ahead_lock = threading.Lock()
         self._memory = SegmentMemory()
         self._memory.keep(True)
+        self._huge = HugePages()  # in the memory of others
         self._first_row = np.searchsorted(tables.chunks.shard, np.arange(len(tables.shards) + 1))
+        self._copiers = min(MOST_COPIERS, usable_cpus())
+        self._copying = ThreadPoolExecutor(self._copiers, "reader-copy")  # starts threads when they are used
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="reader", daemon=True)
         self._thread.start()
@@ -234,15 +241,15 @@ class ModelReader(ChunkLoader):
         items = self._items(tensor, shape, offsets, sizes)
         size_bytes = items.size_bytes
         if target is not None:
-            found = target
+            segment = Segment(target, self._huge if size_bytes >= FRESH_BYTES else None)
         elif size_bytes < SMALL_BYTES:
-            found = np.empty(size_bytes, np.uint8)
+            segment = Segment(np.empty(size_bytes, np.uint8), None)
         else:
-            found = self._memory.take((size_bytes,))[0].data
-        self.copy(items, found.data)
-        return found
+            (segment,) = self._memory.take((size_bytes,))
+        self.copy(items, segment)
+        return segment.data
 
-    def copy(self, items: ReadItems, target: memoryview) -> None:
+    def copy(self, items: ReadItems, target: Segment) -> None:
         """Copy what the items describe to the target."""
         if os.getpid() != self._pid:
             raise ReaderClosed(
@@ -250,19 +257,33 @@ class ModelReader(ChunkLoader):
                 hint="call safe_open in each process, or start processes with spawn",
             )
         chunks = items.chunk_ids().tolist()
-        for number, chunk in enumerate(chunks):
-            following = chunks[number + 1 :]
-            with self._ahead_lock:
-                wanted = self._ahead.wanted(chunk, following)
-            slot, gone = self._reader_work.begin_read(chunk, wanted), [chunk]
-            try:
-                data = self._slot(slot)
-                for _, source, begin, run, count, source_stride, stride in items.copies(items.for_chunk(chunk)):
-                    copy_runs(target, begin, stride, data, source, source_stride, run, count)
+        copies: deque[Future[None]] = deque()
+        try:
+            for number, chunk in enumerate(chunks):
+                following = chunks[number + 1 :]
                 with self._ahead_lock:
-                    gone = self._ahead.read(chunk, following)
-            finally:
-                self._reader_work.end_read(chunk, gone)
+                    wanted, at_once = self._ahead.wanted(chunk, following), min(self._copiers, self._ahead.limit)
+                slot = self._reader_work.begin_read(chunk, wanted)
+                if len(chunks) == 1 or at_once == 1:
+                    self._copy_chunk(items, target, chunk, slot, following)
+                    continue
+                copies.append(self._copying.submit(self._copy_chunk, items, target, chunk, slot, following))
+                if len(copies) == at_once:
+                    copies.popleft().result()
+        finally:
+            wait(copies)  # no thread writes to the target when this returns
+        for each in copies:
+            each.result()
+
+    def _copy_chunk(self, items: ReadItems, target: Segment, chunk: int, slot: int, following: Sequence[int]) -> None:
+        """Copy what the items take from one chunk, and end the read of it."""
+        gone = [chunk]
+        try:
+            place_items(lambda _: target, self._slot(slot), items, items.for_chunk(chunk))
+            with self._ahead_lock:
+                gone = self._ahead.read(chunk, following)
+        finally:
+            self._reader_work.end_read(chunk, gone)
 
     def read_bytes(self, shard: int, end: int) -> bytes:
         """Return the first bytes of a shard: its header, and what belongs to it."""
@@ -292,6 +313,7 @@ class ModelReader(ChunkLoader):
         if os.getpid() == self._pid:
             self._reader_work.close()
             self._thread.join()
+            self._copying.shutdown()
 
     def _items(self, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> ReadItems:
         chunks, size_bytes = self._tables.chunks, _size_bytes(tensor, shape, sizes)

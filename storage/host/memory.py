@@ -186,6 +186,7 @@ class PeakMemory:
 
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11 has no name for it
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 14, 15
 _PAGE = mmap.PAGESIZE
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL, which mmap.madvise does not
@@ -223,9 +224,18 @@ def populate(address: int, size_bytes: int) -> bool:
     """
     if size_bytes <= 0:
         return True
+    return bool(_madvise(*_whole_pages(address, size_bytes), _MADV_POPULATE_WRITE) == 0)
+
+
+def advise_huge(address: int, size_bytes: int, *, huge: bool) -> bool:
+    """Ask for huge pages, or for small ones, where pages of a range are made present later. See `populate`."""
+    start, size_bytes = _whole_pages(address, size_bytes)
+    return bool(_madvise(start, size_bytes, _MADV_HUGEPAGE if huge else _MADV_NOHUGEPAGE) == 0)
+
+
+def _whole_pages(address: int, size_bytes: int) -> tuple[int, int]:
     start = address - address % _PAGE
-    end = -(-(address + size_bytes) // _PAGE) * _PAGE
-    return bool(_madvise(start, end - start, _MADV_POPULATE_WRITE) == 0)
+    return start, -(-(address + size_bytes) // _PAGE) * _PAGE - start
 
 
 def address_of(memory: memoryview | mmap.mmap) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.devices import cpu_device
 from actors.devices.cpu_device import copy_runs
 from actors.links import AgentLink
 from actors.rank.state import RankIdentity
@@ -26,7 +27,7 @@ from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.model_index import Tensor
 from storage.errors import IntegrityError, StoreUnavailable
 from storage.host.processes import ProcessId
-from storage.stores.object_store import MemoryStore, ObjectStore
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore
 from storage.stores.requests import ReadLimit
 from tests.support.checkpoints import flat_objects, odd_objects
 from tests.support.faulty_stores import FailingStore, FlipByteStore, WrappedStore
@@ -303,7 +304,8 @@ def test_readers_in_the_process_of_the_next_agent_keep_their_slots(shm_dir: Path
         except BaseException as error:
             failed.append(error)
 
-    monkeypatch.setattr(model_reader, "copy_runs", slow_copy)
+    monkeypatch.setattr(model_reader, "usable_cpus", lambda: 1)  # the thread that reads copies
+    monkeypatch.setattr(cpu_device, "copy_runs", slow_copy)
     with local_node(shm_dir, slots=9) as node:
         here = Readers(node, objects, 1024, readers=2)
         links = [SwitchedLink(node.agent), SwitchedLink(node.agent)]
@@ -344,7 +346,8 @@ def test_a_reader_that_fails_leaves_when_its_slots_are_read(shm_dir: Path, monke
         assert goes_on.wait(10)
         copy_runs(*arguments)
 
-    monkeypatch.setattr(model_reader, "copy_runs", slow_copy)
+    monkeypatch.setattr(model_reader, "usable_cpus", lambda: 1)  # the thread that reads copies
+    monkeypatch.setattr(cpu_device, "copy_runs", slow_copy)
     with local_node(shm_dir, slots=9) as node:
         here = Readers(node, objects, 1024)
         with here.open(MemoryStore(objects)) as reader:
@@ -357,6 +360,39 @@ def test_a_reader_that_fails_leaves_when_its_slots_are_read(shm_dir: Path, monke
             goes_on.set()
             thread.join()
         assert node.agent._ledger._cache.stats().in_use_slots == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_chunks_of_one_tensor_are_copied_side_by_side(shm_dir: Path, monkeypatch: pytest.MonkeyPatch, fails: bool):
+    """Two copies meet; when a later chunk is bad, the read ends after the copies that run."""
+    objects = flat_objects(1, 512)
+    monkeypatch.setattr(model_reader, "usable_cpus", lambda: 2)
+    met, running = threading.Barrier(2), Counter[str]()
+
+    def slow_copy(*arguments: object) -> None:
+        running["begun"] += 1
+        if running["begun"] <= 2:
+            met.wait(10)  # the other copy, in another thread
+            time.sleep(0.2)
+        copy_runs(*arguments)
+        running["ended"] += 1
+
+    with local_node(shm_dir, slots=9) as node:
+        here = Readers(node, objects, 1024)
+        (tensor,) = here.tensors
+        def fails_late(key: str, byte_range: ByteRange, number: int) -> bool:
+            return fails and byte_range.start <= tensor.start + 5000 < byte_range.end
+
+        store = FailingStore(MemoryStore(objects), fails_late)
+        with here.open(store) as reader:
+            reader.read(tensor, tensor.shape, (0, 0), (1, tensor.shape[1]))  # attached: it may want several chunks
+            monkeypatch.setattr(cpu_device, "copy_runs", slow_copy)
+            if not fails:
+                here.check(reader, tensor)
+                return
+            with pytest.raises(ChunkFailed):
+                here.check(reader, tensor)
+            assert running["begun"] == running["ended"] >= 2
 
 
 def test_all_slots_are_free_after_readers_have_left(shm_dir: Path):

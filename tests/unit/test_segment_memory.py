@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.devices.cpu_device import Segment, SegmentMemory, _HugePages
+from actors.devices.cpu_device import HugePages, Segment, SegmentMemory
 
 MIB = 1 << 20
 
@@ -127,7 +127,7 @@ def test_touched_pages_are_written_without_a_trap(start: int, end: int) -> None:
     [(0.0002, 0.0005, True), (0.0007, 0.0001, True), (0.003, 0.0005, False), (0.005, 0.005, True)],
 )
 def test_the_cheaper_kind_of_pages_is_kept(huge_s: float, small_s: float, pay: bool) -> None:
-    huge = _HugePages()
+    huge = HugePages()
     huge.note(0.003, huge=True)  # one alone says nothing: anything can come between
     assert huge.pay
     for _ in range(200):
