@@ -266,6 +266,18 @@ class LazyTensor(torch.Tensor):
         return result
 
 
+def read_indexed(stored: StoredTensor, index: Any) -> torch.Tensor:
+    """Return `stored[index]` as a plain tensor, as a lazy tensor would read it.
+
+    The first operation on a lazy tensor makes torch import `torch.distributed.tensor`, which takes a second.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    is_view = all(part is None or part is ... or isinstance(part, slice) or type(part) is int for part in parts)
+    whole = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    read = _Root(stored).read
+    return read(whole[index]) if is_view else read(whole)[index]
+
+
 def _is_copied(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Copy a lazy tensor straight into a plain one, and return True; False where that cannot be done."""
     lazy = isinstance(source, LazyTensor) and not isinstance(target, LazyTensor)

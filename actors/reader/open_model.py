@@ -117,10 +117,9 @@ class TensorSlice:
             index: Integers, slices with or without steps, an ellipsis, None for a new dimension, or a tuple of these.
                 A tensor or a list of indices reads the whole tensor.
         """
-        from actors.reader.lazy_tensor import LazyTensor
+        from actors.reader.lazy_tensor import read_indexed
 
-        found = self._model._lazy(self._tensor)[index]
-        return self._model._hand_out(found.read() if isinstance(found, LazyTensor) else found)
+        return self._model._hand_out(read_indexed(self._model._stored(self._tensor), index))
 
 
 class OpenModel:

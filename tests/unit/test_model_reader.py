@@ -380,6 +380,7 @@ def test_chunks_of_one_tensor_are_copied_side_by_side(shm_dir: Path, monkeypatch
     with local_node(shm_dir, slots=9) as node:
         here = Readers(node, objects, 1024)
         (tensor,) = here.tensors
+
         def fails_late(key: str, byte_range: ByteRange, number: int) -> bool:
             return fails and byte_range.start <= tensor.start + 5000 < byte_range.end
 
