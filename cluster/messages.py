@@ -15,7 +15,9 @@ them. They go into Ray's object store once per load, and nodes copy them from ea
 
 from __future__ import annotations
 
+import itertools
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +154,10 @@ class RankHello:
     direct: tuple[int, ...] = ()  # chunks that it can receive in its own memory
     fetched: dict[str, tuple[int, ...]] = field(default_factory=dict)  # chunks that it has fetched, by source
 
+    def chunk_ids(self) -> Iterator[int]:
+        """Iterate over the ids of all chunks that this message names."""
+        yield from itertools.chain(self.placed, self.direct, *self.fetched.values())
+
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
@@ -231,6 +237,12 @@ class RankUpdate:
     asks: tuple[int, ...] = ()  # chunks that a reader on demand needs; it may have placed them before
     returned_unread: tuple[int, ...] = ()  # chunks that it asked for and may ask for again; it does not read them now
     passed: tuple[tuple[int, int], ...] = ()  # half-open ranges of ids of chunks that it will not ask for
+
+    def chunk_ids(self) -> Iterator[int]:
+        """Iterate over the ids of all chunks that this update names, those in ranges left out."""
+        yield from (commit.chunk for commit in self.committed)
+        yield from (failure.chunk for failure in self.failed)
+        yield from (*self.placed, *self.asks, *self.returned_unread)
 
     def lease_ids(self) -> list[str]:
         """Return the ids of the leases that ended with this update."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -177,35 +178,58 @@ class CudaDevice:
         torch.cuda.empty_cache()  # torch keeps freed memory for itself, and this process may live on
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+def boxes(shape: Sequence[int], most: int) -> Iterator[Box]:
+    """Divide a tensor of at least one dimension into boxes of at most so many elements, in row-major order."""
+    row = math.prod(shape[1:])
+    if row > most:
+        for index in range(shape[0]):
+            for offsets, sizes in boxes(shape[1:], most):
+                yield (index, *offsets), (1, *sizes)
+        return
+    rows = most // max(1, row)
+    for first in range(0, shape[0], rows):
+        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
+
+
 class PinnedStaging:
     """Pinned host memory through which a reader's tensors go to a GPU: one block is filled while another is copied."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []  # the event: when it may be filled again
+        self._blocks: list[torch.Tensor] = []
 
-    def copy(self, target: torch.Tensor, fill: Callable[[int, torch.Tensor], object]) -> None:
-        """Fill a contiguous tensor of at least one dimension, in the order of its device's current stream.
+    def copy(self, target: torch.Tensor, fill: Callable[[Sequence[int], torch.Tensor], object]) -> None:
+        """Fill a contiguous tensor of at least one dimension. It has its bytes when this returns.
 
-        `fill(first, host)` reads the rows from `first` on into a tensor of the host, which has as many as are wanted.
+        `fill(offsets, host)` reads the box with these offsets and the shape of `host` into `host`.
         """
-        rows = max(1, STAGING_BYTES // max(1, target[:1].nbytes))
+        pinned, flat, done = target.is_cuda, target.view(-1), 0
+        copies: list[torch.cuda.Event | None] = [None, None]  # out of each block
         with self._lock:
-            for first in range(0, len(target), rows):
-                part = target[first : first + rows]
-                block = self._block(part.nbytes, pinned=target.device.type == "cuda")
-                host = block[: part.nbytes].view(part.dtype).view(part.shape)
-                fill(first, host)
-                part.copy_(host, non_blocking=True)
-                copied = torch.cuda.current_stream(part.device).record_event() if part.is_cuda else None
-                self._blocks.append((block, copied))
+            if not self._blocks:
+                self._blocks = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in copies]
+            try:
+                for number, (offsets, sizes) in enumerate(boxes(target.shape, STAGING_BYTES // target.itemsize)):
+                    _wait(copies[number % 2])
+                    count = math.prod(sizes)
+                    host = self._blocks[number % 2][: count * target.itemsize].view(target.dtype)
+                    fill(offsets, host.view(sizes))
+                    flat[done : done + count].copy_(host, non_blocking=True)
+                    done += count
+                    copies[number % 2] = torch.cuda.current_stream(target.device).record_event() if pinned else None
+            finally:
+                for copied in copies:
+                    _wait(copied)
 
-    def _block(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return the block that was filled longest ago, or a new one, of at least that size."""
-        if len(self._blocks) == 2:
-            block, copied = self._blocks.pop(0)
-            if copied is not None:
-                copied.synchronize()
-            if len(block) >= size_bytes:
-                return block
-        return torch.empty(max(size_bytes, STAGING_BYTES), dtype=torch.uint8, pin_memory=pinned)
+    def close(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._blocks = []
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.synchronize()

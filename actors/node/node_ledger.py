@@ -284,6 +284,7 @@ class NodeLedger:
         load = self._find(hello.load_id, hello.attempt)
         if load is None or (load.job.on_demand and load.job.part in self._ended):
             return False  # readers begin a group anew that all had left
+        load.check_chunks(hello)
         load.former_lets_go(hello)
         place = load.ranks.get(hello.rank)
         if place is None or not place.expects(hello):
@@ -314,6 +315,7 @@ class NodeLedger:
             if place is not None and update.incarnation < place.incarnation:
                 return Orders(stop=_replaced(update)), False
             return Orders(rejoin=True), False
+        load.check_chunks(update)
         self._wake(load.apply(update, now_s, self._chance.random()))
         if load.is_deserted:
             orders = load.orders(update, now_s)

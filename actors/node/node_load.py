@@ -166,6 +166,11 @@ class NodeLoad:
 
     # -- ranks come and go -------------------------------------------------------------------------------------
 
+    def check_chunks(self, message: RankHello | RankUpdate) -> None:
+        """Raise ValueError if a message names chunks that the model has not. Nothing of it is applied then."""
+        if not all(0 <= chunk < len(self._flow.keys.tables.chunks) for chunk in message.chunk_ids()):
+            raise ValueError(f"a message of rank {message.rank} names chunks that the model has not")
+
     def join(self, hello: RankHello, now_s: float) -> set[bytes]:
         """Give the rank to a process that `RankPlace.expects`. It uses no slot yet. Return the ended keys."""
         place = self.ranks[hello.rank]

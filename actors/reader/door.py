@@ -41,7 +41,7 @@ from storage.host.processes import ProcessId
 
 MAX_FRAME_BYTES = 64 << 20  # a model of 130,000 chunks sends 9 MB when it begins; every other message is small
 MAX_LINE_BYTES = 80
-ANSWER_S = 30.0  # a host that does not answer within this hangs
+BEGIN_S = 30.0  # a host that does not answer within this hangs, also when it unpacks the tables of a large model
 MAX_PATH_BYTES = 100  # of a Unix socket: the kernel's limit is 107
 _HEAD = struct.Struct(">I")
 _PEER = struct.Struct("3i")  # pid, uid, gid
@@ -293,12 +293,16 @@ _CLIENTS: weakref.WeakSet[DoorClient] = weakref.WeakSet()  # of this process
 class DoorClient:
     """A reader's connection to a host. Thread-safe: one call at a time."""
 
-    def __init__(self, path: str) -> None:
-        """Connect. Raises OSError when nobody listens, and ClusterLost for a host that this process cannot share."""
+    def __init__(self, path: str, answer_s: float) -> None:
+        """Connect. Raises OSError when nobody listens, and ClusterLost for a host that this process cannot share.
+
+        `answer_s`: a host that takes longer to answer hangs, except to `begin`.
+        """
         self._lock = threading.Lock()
+        self._answer_s = answer_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.settimeout(ANSWER_S)
+            self._socket.settimeout(answer_s)
             self._socket.connect(path)
             self.host = peer_of(self._socket)
         except BaseException:
@@ -349,6 +353,7 @@ class DoorClient:
         given, answer = types_of(call)
         try:
             with self._lock:
+                self._socket.settimeout(max(BEGIN_S, self._answer_s) if call == "begin" else self._answer_s)
                 send_frame(self._socket, call.encode(), b" ", given.dump_json(arguments))
                 frame = receive_frame(self._socket, "the host", "this process")
             if frame is None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import os
 import stat
 import sys
@@ -40,10 +41,11 @@ from storage.host.processes import ProcessId, pid_namespace
 
 T = TypeVar("T")
 
-BECOMES_HOST_S = 10.0  # who has the lock and opens no door within this hangs
+LEAST_PATIENCE_S = 5.0  # with a host, whatever the patience with other readers is
 LISTENS_S = 60.0  # an agent listens this long after it made its socket, or never
 LINGERS_S = 10.0  # an arena that nobody reads from stays this long, for the next model
-BEGIN_EVERY_S = 0.05
+BEGIN_EVERY_S = 0.05  # a reader that waits for slots asks again after this, then ever more seldom
+BEGIN_SELDOM_S = 1.0  # each time it sends the tables of the model
 REPORT_S = 10.0  # a report waits this long for a host that knows the reader
 WINDOW_BYTES = 256 << 20  # of a host's arena, where no setting says otherwise
 
@@ -67,13 +69,20 @@ def host_folder() -> str:
 class OwnHost:
     """A node agent in this process, with a door for others unless it is private."""
 
-    def __init__(self, config: Config, folder: str | None, lock: int | None, why_private: str = "") -> None:
-        """`lock`: descriptor of the lock file, which this object closes. None: private."""
+    def __init__(
+        self, config: Config, folder: str | None, lock: int | None, why_private: str = "", *, least_bytes: int = 0
+    ) -> None:
+        """
+        Args:
+            lock: Descriptor of the lock file, which this object closes. None: private.
+            least_bytes: The window of the arena is as large at least, where no setting says otherwise.
+        """
         self.why_private = why_private
         self._lock = lock
         self._door: HostDoor | None = None
         name = "private-" + uuid.uuid4().hex[:12] if folder is None else f"user-{os.geteuid()}"
-        given = config if config.window_bytes else config.model_copy(update={"window_bytes": WINDOW_BYTES})
+        window_bytes = config.window_bytes or max(WINDOW_BYTES, least_bytes)
+        given = config.model_copy(update={"window_bytes": window_bytes})
         # Containers may share /dev/shm, and have the same folder. Pids of one mean nothing in another.
         place = f"{folder or name} {pid_namespace()}"
         self._agent = NodeAgent(given, name, place)
@@ -151,15 +160,18 @@ class ProcessHost:
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._at_exit)
 
-    def find(self, config: Config) -> Host:
-        """Return the host, and count a user of it. Call `leave` with it. Raises ArenaError, ClusterLost."""
+    def find(self, config: Config, least_bytes: int) -> Host:
+        """Return the host, and count a user of it. Call `leave` with it. Raises ArenaError, ClusterLost.
+
+        `least_bytes`: see `OwnHost`.
+        """
         with self._finding:
             if self._ends:
                 raise ClusterLost("the process ends")
             if self._own is not None:
                 self._users += 1
                 return self._own
-            found = _find(config)
+            found = _find(config, least_bytes)
             if isinstance(found, OwnHost):
                 self._own, self._users = found, 1
             return found
@@ -222,7 +234,7 @@ def _agent_socket(node_id: str) -> str:
     return f"agent-{node_id[:16]}.sock"
 
 
-def _agent_here(folder: str) -> VisitedHost | None:
+def _agent_here(folder: str, patience_s: float) -> VisitedHost | None:
     """Return the agent of this process's node, or the only one of this machine."""
     ray = sys.modules.get("ray")
     own = _agent_socket(ray.get_runtime_context().get_node_id()) if ray is not None and ray.is_initialized() else ""
@@ -232,7 +244,7 @@ def _agent_here(folder: str) -> VisitedHost | None:
             continue
         path = os.path.join(folder, name)
         try:
-            host = VisitedHost(path)
+            host = VisitedHost(path, patience_s)
             host.greet()
             found.append(host)
         except ConnectionRefusedError:  # its agent was killed, or does not listen yet
@@ -248,20 +260,23 @@ def _agent_here(folder: str) -> VisitedHost | None:
     return None
 
 
-def _find(config: Config) -> Host:
+def _find(config: Config, least_bytes: int) -> Host:
+    own = functools.partial(OwnHost, config, least_bytes=least_bytes)
+    patience_s = max(LEAST_PATIENCE_S, config.group_patience_s)
     try:
         folder = host_folder()
     except ArenaError as error:
-        return OwnHost(config, None, None, error.message)
-    if (agent := _agent_here(folder)) is not None:
+        return own(None, None, error.message)
+    if (agent := _agent_here(folder, patience_s)) is not None:
         return agent
-    path, give_up_s = os.path.join(folder, "host.sock"), time.monotonic() + BECOMES_HOST_S
+    # Who has the lock and opens no door within this hangs.
+    path, give_up_s = os.path.join(folder, "host.sock"), time.monotonic() + patience_s
     why = "the process that has the lock opens no door"
     while True:
         try:
-            host = VisitedHost(path)
+            host = VisitedHost(path, patience_s)
         except ClusterLost as error:  # no host for this process
-            return OwnHost(config, None, None, error.message)
+            return own(None, None, error.message)
         except OSError:
             pass  # nobody listens there
         else:
@@ -269,13 +284,13 @@ def _find(config: Config) -> Host:
                 host.greet()
                 return host
             except VersionMismatch as error:
-                return OwnHost(config, None, None, error.message)
+                return own(None, None, error.message)
             except ClusterLost as error:  # it ends just now, or is stopped
                 why = error.message
         lock = os.open(os.path.join(folder, "host.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return OwnHost(config, folder, lock)
+            return own(folder, lock)
         except BlockingIOError:
             os.close(lock)  # another process becomes the host
         except ArenaError as error:
@@ -283,7 +298,7 @@ def _find(config: Config) -> Host:
                 raise
             why = error.message  # the former host's arena is still in use
         if time.monotonic() > give_up_s:
-            return OwnHost(config, None, None, why)
+            return own(None, None, why)
         time.sleep(0.02)
 
 
@@ -339,12 +354,13 @@ class HostLink:
 
     def _join(self, host: Host, hello: RankHello) -> JoinReply:
         # Also where the load is known: the host compares its revision with this reader's.
-        give_up_s = time.monotonic() + self._config.slots_wait_s
+        give_up_s, wait_s = time.monotonic() + self._config.slots_wait_s, BEGIN_EVERY_S
         while not host.begin(self._job, self._tables):
             if time.monotonic() > give_up_s:
                 raise ArenaError("other readers hold the slots of the arena", load=self._job.load_id)
-            if self._ends.wait(BEGIN_EVERY_S):
+            if self._ends.wait(wait_s):
                 raise closed()
+            wait_s = min(2 * wait_s, BEGIN_SELDOM_S)
         return host.join(hello)
 
     def _leave(self, host: Host | None) -> None:
@@ -359,7 +375,7 @@ class HostLink:
             if self._host is None:
                 if self._ends.is_set():
                     raise closed()
-                self._host = PROCESS_HOST.find(self._config)
+                self._host = PROCESS_HOST.find(self._config, self._job.min_slots * self._config.slot_bytes)
             host = self._host
         try:
             return call(host)

@@ -58,6 +58,10 @@ class StoredTensor(Protocol):
         """
         ...
 
+    def read_all(self) -> torch.Tensor:
+        """Return the whole tensor, because an operation needs more than a part of it. Counted."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ViewWindow:
@@ -117,9 +121,9 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 class _Root:
     """One stored tensor behind all lazy views of it."""
 
-    def __init__(self, stored: StoredTensor) -> None:
+    def __init__(self, stored: StoredTensor, whole: torch.Tensor | None = None) -> None:
         self.stored = stored
-        self._whole: torch.Tensor | None = None  # set when somebody writes to it or asks for its memory
+        self._whole = whole  # set when somebody writes to it, asks for its memory, or assigns other data
         self._lock = threading.Lock()
 
     def read(self, view: torch.Tensor) -> torch.Tensor:
@@ -127,7 +131,7 @@ class _Root:
         if self._whole is not None:
             return self.memory(view)
         if not view.numel():
-            return torch.empty(view.shape, dtype=view.dtype)
+            return torch.empty(view.shape, dtype=view.dtype, device="cpu")
         stored, size, offset = self.stored, view.element_size(), int(view.storage_offset())
         if size == stored.dtype.itemsize:
             window = view_window(stored.shape, offset, view.shape, view.stride())
@@ -157,8 +161,7 @@ class _Root:
         """Return the view as a plain tensor in memory that all views of the stored tensor share from now on."""
         with self._lock:
             if self._whole is None:
-                stored = self.stored
-                self._whole = stored.read(stored.shape, (0,) * len(stored.shape), stored.shape)
+                self._whole = self.stored.read_all()
         return _view_of(self._whole, view, int(view.storage_offset()), view.stride())
 
 
@@ -170,7 +173,9 @@ def _in_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def _view_of(memory: torch.Tensor, like: torch.Tensor, offset: int, stride: Sequence[int]) -> torch.Tensor:
     """Return a view of this memory that has the shape and dtype of `like`."""
-    return torch.empty(0, dtype=like.dtype).set_(memory.untyped_storage(), offset, tuple(like.shape), tuple(stride))
+    return torch.empty(0, dtype=like.dtype, device=memory.device).set_(
+        memory.untyped_storage(), offset, tuple(like.shape), tuple(stride)
+    )
 
 
 # Views by a bit of the tensor, which the lazy tensor does not have: they read instead.
@@ -185,8 +190,10 @@ _NEED_MEMORY = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
     torch.Tensor.data_ptr,
+    torch.Tensor.share_memory_,
     torch.Tensor.storage,
     torch.Tensor.untyped_storage,
+    torch.Tensor._typed_storage,
 }
 
 
@@ -218,6 +225,14 @@ class LazyTensor(torch.Tensor):
         """Return this tensor as a plain one. Reads its bytes; raises the error of the read."""
         return self._root.read(self._meta)
 
+    def _become(self, value: torch.Tensor) -> None:
+        """Be that tensor from now on: `lazy.data = value`. Other views of the stored tensor stay what they are."""
+        plain = value.read() if isinstance(value, LazyTensor) else value
+        plain = plain.detach().contiguous()
+        self._root = _Root(self.stored, plain)
+        self._meta = torch.empty(plain.shape, dtype=plain.dtype, device="meta")
+        _SET_DATA(self, LazyTensor._of(self._root, self._meta))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor({self.stored.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -232,6 +247,8 @@ class LazyTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if func == _SET_DATA and isinstance(args[0], LazyTensor):
+                return args[0]._become(args[1])
             if func in _NEED_MEMORY:
                 args = tree_map_only(LazyTensor, _in_memory, args)
             return func(*args, **(kwargs or {}))
@@ -273,9 +290,9 @@ def read_indexed(stored: StoredTensor, index: Any) -> torch.Tensor:
     """
     parts = index if isinstance(index, tuple) else (index,)
     is_view = all(part is None or part is ... or isinstance(part, slice) or type(part) is int for part in parts)
-    whole = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-    read = _Root(stored).read
-    return read(whole[index]) if is_view else read(whole)[index]
+    if not is_view:
+        return stored.read_all()[index]
+    return _Root(stored).read(torch.empty(stored.shape, dtype=stored.dtype, device="meta")[index])
 
 
 def _is_copied(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ these are wanted, and nothing is guessed.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -213,6 +214,7 @@ class ModelReader(ChunkLoader):
         self._ahead_bytes = ahead_bytes
         self._ahead = ReadAhead(chunks)
         self._ahead_lock = threading.Lock()
+        self.delivered_bytes = 0  # copied for reads, since the model was opened
         self._memory = SegmentMemory()
         self._memory.keep(True)
         self._huge = HugePages()  # in the memory of others
@@ -251,11 +253,9 @@ class ModelReader(ChunkLoader):
 
     def copy(self, items: ReadItems, target: Segment) -> None:
         """Copy what the items describe to the target."""
-        if os.getpid() != self._pid:
-            raise ReaderClosed(
-                "the model was opened before this process was forked",
-                hint="call safe_open in each process, or start processes with spawn",
-            )
+        self._check_process()
+        with self._ahead_lock:
+            self.delivered_bytes += items.size_bytes
         chunks = items.chunk_ids().tolist()
         copies: deque[Future[None]] = deque()
         try:
@@ -264,16 +264,28 @@ class ModelReader(ChunkLoader):
                 with self._ahead_lock:
                     wanted, at_once = self._ahead.wanted(chunk, following), min(self._copiers, self._ahead.limit)
                 slot = self._reader_work.begin_read(chunk, wanted)
+                copy = functools.partial(self._copy_chunk, items, target, chunk, slot, following)
                 if len(chunks) == 1 or at_once == 1:
-                    self._copy_chunk(items, target, chunk, slot, following)
+                    copy()
                     continue
-                copies.append(self._copying.submit(self._copy_chunk, items, target, chunk, slot, following))
-                if len(copies) == at_once:
-                    copies.popleft().result()
+                try:
+                    copies.append(self._copying.submit(copy))
+                except RuntimeError:  # the interpreter ends, and starts no thread any more
+                    copy()
+                while len(copies) >= at_once:
+                    copies[0].result()
+                    copies.popleft()
         finally:
             wait(copies)  # no thread writes to the target when this returns
         for each in copies:
             each.result()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ReaderClosed(
+                "the model was opened before this process was forked",
+                hint="call safe_open in each process, or start processes with spawn",
+            )
 
     def _copy_chunk(self, items: ReadItems, target: Segment, chunk: int, slot: int, following: Sequence[int]) -> None:
         """Copy what the items take from one chunk, and end the read of it."""
@@ -295,7 +307,10 @@ class ModelReader(ChunkLoader):
         return int(first + np.searchsorted(self._tables.chunks.end[first:end], tensor.end, side="right"))
 
     def prefetch(self, boxes: Iterable[tuple[Tensor, Sequence[int], Sequence[int]]]) -> None:
-        """Fetch what (tensor, offsets, sizes) touch, in this order, while something else is done."""
+        """Fetch what (tensor, offsets, sizes) touch, in this order, meanwhile. Raises ReaderClosed."""
+        self._check_process()
+        if self._reader_work.state.finished:
+            raise closed()
         planned: dict[int, None] = {}
         for tensor, offsets, sizes in boxes:
             planned.update(dict.fromkeys(self._items(tensor, tensor.shape, offsets, sizes).chunk_ids().tolist()))
@@ -305,7 +320,8 @@ class ModelReader(ChunkLoader):
         self._reader_work.want(first)
 
     def pass_by(self, first: int, end: int) -> None:
-        """Say that this reader will not read the chunks first .. end - 1."""
+        """Say that this reader will not read the chunks first .. end - 1. Raises ReaderClosed in a forked process."""
+        self._check_process()
         self._reader_work.pass_by(first, end)
 
     def close(self) -> None:
@@ -314,6 +330,7 @@ class ModelReader(ChunkLoader):
             self._reader_work.close()
             self._thread.join()
             self._copying.shutdown()
+            self._memory.keep(False)  # what dies later is unmapped
 
     def _items(self, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> ReadItems:
         chunks, size_bytes = self._tables.chunks, _size_bytes(tensor, shape, sizes)

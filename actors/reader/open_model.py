@@ -50,14 +50,14 @@ FRAMEWORKS = {"pt": "pt", "torch": "pt", "pytorch": "pt", "np": "np", "numpy": "
 class _Stored:
     """A tensor of an open model, for lazy tensors. A dtype that torch lacks is bytes, packed in the last dimension."""
 
-    def __init__(self, reader: ModelReader, tensor: Tensor, staging: PinnedStaging) -> None:
+    def __init__(self, model: OpenModel, tensor: Tensor) -> None:
         from actors.devices.convert import torch_dtype
 
         self.name = tensor.name
         self.dtype, self.shape = torch_dtype(tensor.dtype, tensor.shape)
-        self._reader = reader
+        self._model = model
+        self._reader = model._reader
         self._tensor = tensor
-        self._staging = staging
 
     def read(
         self,
@@ -73,20 +73,25 @@ class _Stored:
             if not sizes:
                 shape, offsets, sizes = (1,), (0,), (1,)
 
-            def fill(first: int, host: torch.Tensor) -> None:
-                self.read(shape, (offsets[0] + first, *offsets[1:]), host.shape, host)
+            def fill(inside: Sequence[int], host: torch.Tensor) -> None:
+                self.read(shape, [begin + more for begin, more in zip(offsets, inside, strict=True)], host.shape, host)
 
-            self._staging.copy(target.view(tuple(sizes)), fill)
+            self._model._pinned().copy(target.view(tuple(sizes)), fill)
             return target
         if target is not None:
             self._reader.read(self._tensor, shape, offsets, sizes, target.reshape(-1).view(torch.uint8).numpy())
             return target
         if not math.prod(sizes):
-            return torch.empty(tuple(sizes), dtype=self.dtype)
+            return torch.empty(tuple(sizes), dtype=self.dtype, device="cpu")
         found = torch.from_numpy(self._reader.read(self._tensor, shape, offsets, sizes))
         return found.view(self.dtype).view(tuple(sizes))
 
-    def read_whole(self, device: str) -> torch.Tensor:
+    def read_all(self) -> torch.Tensor:
+        """See `StoredTensor`."""
+        self._model._whole_reads += 1
+        return self.read_on("cpu")
+
+    def read_on(self, device: str) -> torch.Tensor:
         """Return the whole tensor, on a GPU if the device is one, else on the CPU."""
         import torch
 
@@ -126,17 +131,18 @@ class OpenModel:
     """A model that `safe_open` has opened. Thread-safe. Use it in a `with` block, or call `close`."""
 
     def __init__(
-        self, index: ModelIndex, reader: ModelReader, link: HostLink, framework: str, device: str, uri: str
+        self, index: ModelIndex, reader: ModelReader, link: HostLink, framework: str, device: str | int, uri: str
     ) -> None:
         """Made by `safe_open`."""
         self._index = index
         self._reader = reader
         self._link = link
         self._framework = framework
-        self._device = device
+        self._device = f"cuda:{device}" if isinstance(device, int) else device
         self._uri = uri
         self._tensors = {tensor.name: tensor for tensor in index.tensors}
         self._staging: PinnedStaging | None = None
+        self._whole_reads = 0
 
     @property
     def revision(self) -> str:
@@ -190,7 +196,7 @@ class OpenModel:
         import torch
 
         tensor = self._tensor(name)
-        found = self._stored(tensor).read_whole(self._device)
+        found = self._stored(tensor).read_on(self._device)
         packed = getattr(torch, "float4_e2m1fn_x2", None) if tensor.dtype == "F4" else None
         return self._hand_out(found if packed is None else found.view(packed))
 
@@ -219,6 +225,8 @@ class OpenModel:
         for each in names:
             name, slices = (each, None) if isinstance(each, str) else each
             tensor = self._tensor(name)
+            if slices is not None and len(slices) != len(tensor.shape):
+                raise ConfigError(f"{quote(name)} has {len(tensor.shape)} dimensions, not {len(slices)}")
             ranges = [one.indices(size)[:2] for one, size in zip(slices or (), tensor.shape, strict=bool(slices))]
             offsets = [start for start, _ in ranges] if slices else [0] * len(tensor.shape)
             sizes = [max(0, end - start) for start, end in ranges] if slices else list(tensor.shape)
@@ -245,8 +253,10 @@ class OpenModel:
         """Return what this model's readers on this node have cost, as plain values.
 
         Keys: `host` (pid of the process that has the arena), `shared` (whether other processes may use it),
-        `why_private` (why not; empty if they may), and those of a node in a load's report: `store_bytes`,
-        `cached_bytes`, `disk_bytes`, `refetched_bytes`, `store_chunks`, `retries`.
+        `why_private` (why not; empty if they may), `read_bytes` (that this process has read of the tensors, or of
+        parts of them), `whole_reads` (lazy tensors that were read whole, because an operation needed their memory), and
+        those of a node in a load's report: `store_bytes`, `cached_bytes`, `disk_bytes`, `refetched_bytes`,
+        `store_chunks`, `retries`.
         """
         node: NodeReport = self._link.report()
         host = self._link.host
@@ -255,6 +265,8 @@ class OpenModel:
             "host": host.host.pid if host is not None and host.host is not None else 0,
             "shared": not why,
             "why_private": why,
+            "read_bytes": self._reader.delivered_bytes,
+            "whole_reads": self._whole_reads,
             "store_bytes": node.store_bytes,
             "store_chunks": node.store_chunks,
             "cached_bytes": node.cached_bytes,
@@ -268,6 +280,8 @@ class OpenModel:
         self._link.give_up()
         self._reader.close()
         self._link.close()
+        if self._staging is not None:
+            self._staging.close()
 
     def __enter__(self) -> Self:
         return self
@@ -292,10 +306,13 @@ class OpenModel:
         return LazyTensor(self._stored(tensor))
 
     def _stored(self, tensor: Tensor) -> _Stored:
+        return _Stored(self, tensor)
+
+    def _pinned(self) -> PinnedStaging:
         from actors.devices.cuda_device import PinnedStaging
 
         self._staging = self._staging or PinnedStaging()
-        return _Stored(self._reader, tensor, self._staging)
+        return self._staging
 
     def _hand_out(self, tensor: torch.Tensor) -> torch.Tensor | np.ndarray[Any, Any]:
         if self._framework == "pt":
@@ -317,7 +334,7 @@ class OpenModel:
 def safe_open(
     model_uri: str | os.PathLike[str],
     framework: str = "pt",
-    device: str = "cpu",
+    device: str | int = "cpu",
     *,
     endpoint_url: str | None = None,
     region: str | None = None,
@@ -340,7 +357,7 @@ def safe_open(
     Args:
         model_uri: As for `load`: a folder with shards, or one safetensors file, in a store or local.
         framework: "pt" (also "torch", "pytorch") for torch tensors, or "numpy" ("np") for numpy arrays.
-        device: Device of torch tensors: "cpu", "cuda", "cuda:1".
+        device: Device of torch tensors: "cpu", "cuda", "cuda:1", or the number of a GPU.
         endpoint_url: As for `load`.
         region: As for `load`.
         profile: As for `load`.

@@ -106,12 +106,12 @@ class RequestLimit:
         """Record the requests and throttled answers of a rank's report (see RankUpdate)."""
         for size_bytes, took_s, ago_s in requests:
             self.finished(size_bytes, took_s, now_s - ago_s)
-        for _ in range(throttled):
-            self.throttled(now_s)
+        if throttled > 0:
+            self.throttled(now_s, throttled)
 
-    def throttled(self, now_s: float) -> None:
-        """Record that the store asked for fewer requests."""
-        self.throttles += 1
+    def throttled(self, now_s: float, times: int = 1) -> None:
+        """Record that the store asked for fewer requests, in one burst of so many answers."""
+        self.throttles += times
         self._begin_window(self._together, now_s)  # a window with a throttled answer measures nothing
         if now_s < self._cool_until_s:
             return

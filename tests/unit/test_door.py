@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -66,13 +67,20 @@ def hello(process: ProcessId | None = None) -> RankHello:
     return RankHello("readers-1", 1, 0, 0, process or ProcessId.current(), number=next(NUMBERS))
 
 
+@contextlib.contextmanager
+def new_host(shm_dir: Path, folder: Path) -> Iterator[str]:
+    """A host in this process, and the path of its socket."""
+    with local_node(shm_dir, slots=4) as node:
+        opened = HostDoor(str(folder / "host.sock"), node.agent)
+        yield str(folder / "host.sock")
+        opened.close()
+
+
 @pytest.fixture
 def path(shm_dir: Path, tmp_path: Path) -> Iterator[str]:
     """The socket of a host in this process."""
-    with local_node(shm_dir, slots=4) as node:
-        opened = HostDoor(str(tmp_path / "host.sock"), node.agent)
-        yield str(tmp_path / "host.sock")
-        opened.close()
+    with new_host(shm_dir, tmp_path) as path:
+        yield path
 
 
 def frame(text: bytes, version: bytes | None = None) -> bytes:
@@ -96,7 +104,7 @@ def say(path: str, data: bytes) -> bytes:
 
 def answers(path: str) -> bool:
     """Return whether the host still serves readers."""
-    client = DoorClient(path)
+    client = DoorClient(path, 30.0)
     try:
         return client.begin(JOB, TABLES) and client.join(hello()).known
     finally:
@@ -104,7 +112,7 @@ def answers(path: str) -> bool:
 
 
 def test_messages_arrive_as_they_were_sent(path: str):
-    client = DoorClient(path)
+    client = DoorClient(path, 30.0)
     assert client.host == ProcessId.current()
     assert client.begin(JOB, TABLES)
     reply = client.join(hello())
@@ -210,16 +218,104 @@ def test_no_bytes_break_the_host(path: str, data: bytes):
     assert answers(path)
 
 
+def messages(peer: ProcessId) -> dict[str, Any]:
+    """The JSON of valid arguments of every call."""
+    failed = (FetchFailure("lease-1", 1, ChunkFailed("m", chunk=1), 2),)
+    commits = (Commit("lease-2", 2), Commit("lease-3", 0, source="disk"))
+    update = RankUpdate("readers-1", 1, 0, 0, peer, 5, commits, failed, (1,), asks=(0, 2), passed=((0, 1),))
+    update = replace(update, want_leases=2, returned_unread=(2,), returned=("lease-4",), retries={"Throttled": 1})
+    arguments = {
+        "begin": (JOB, WrittenTables.of(TABLES)),
+        "join": (RankHello("readers-1", 1, 0, 0, peer, placed=(1,), number=4, fetched={"store": (2,)}),),
+        "exchange": (update,),
+        "report": ("readers-1",),
+    }
+    return {call: json.loads(door.types_of(call)[0].dump_json(given)) for call, given in arguments.items()}
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70) | st.integers(-3, 5),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.lists(st.integers(-1, 3), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """The value with one part replaced, repeated or missing."""
+    if isinstance(value, dict | list) and value and draw(st.integers(0, 9)):
+        keys = sorted(value) if isinstance(value, dict) else list(range(len(value)))
+        key, again = draw(st.sampled_from(keys)), copy.deepcopy(value)
+        what = draw(st.sampled_from(["change", "change", "change", "leave out", "repeat"]))
+        if what == "leave out":
+            del again[key]
+        elif what == "repeat" and isinstance(again, list):
+            again.append(again[key])
+        else:
+            again[key] = changed(draw, again[key])
+        return again
+    return draw(VALUES)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_arguments_break_the_host(shm_dir: Path, tmp_path: Path, data: st.DataObject):
+    """Messages that were valid, with one to three changes."""
+    valid = messages(ProcessId.current())
+    sent = [
+        frame(b"begin " + json.dumps(valid["begin"]).encode()),
+        frame(b"join " + json.dumps(valid["join"]).encode()),
+    ]
+    for _ in range(data.draw(st.integers(1, 2))):
+        call = data.draw(st.sampled_from(sorted(valid)))
+        arguments = valid[call]
+        for _ in range(data.draw(st.integers(1, 3))):
+            arguments = changed(data.draw, arguments)
+        sent.append(frame(call.encode() + b" " + json.dumps(arguments).encode()))
+    failed: list[threading.ExceptHookArgs] = []
+    with new_host(shm_dir, tmp_path) as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", failed.append)
+        say(path, b"".join(sent))
+        client = DoorClient(path, 30.0)
+        with pytest.raises(ModelNotFound):
+            client.report("nobody's")
+        client.close()
+    assert [str(each.exc_value) for each in failed] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"committed": (Commit("another's", 10**9),)},
+        {"failed": (FetchFailure("another's", 3, ChunkFailed("m"), 1),)},
+        {"placed": (-1,)},
+        {"asks": (0, 2**70)},
+        {"returned_unread": (3,)},
+    ],
+)
+def test_chunks_that_the_model_has_not_end_the_connection(path: str, wrong: dict[str, Any]):
+    client = DoorClient(path, 30.0)
+    assert client.begin(JOB, TABLES)
+    assert client.join(hello()).known
+    with pytest.raises(ClusterLost):
+        client.exchange(RankUpdate("readers-1", 1, 0, 0, ProcessId.current(), next(NUMBERS), **wrong))
+    client.close()
+    assert answers(path)
+
+
 def test_another_version_is_told_so(path: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(door, "VERSION", (VERSION[0] - 1, "0.0.1"))
-    client = DoorClient(path)
+    client = DoorClient(path, 30.0)
     with pytest.raises(VersionMismatch, match=r"0\.0\.1"):
         client.report("readers-1")
     client.close()
 
 
 def test_nobody_speaks_for_another_process(path: str):
-    client = DoorClient(path)
+    client = DoorClient(path, 30.0)
     assert client.begin(JOB, TABLES)
     with pytest.raises(ClusterLost):
         client.join(hello(ProcessId(os.getpid(), 1)))
@@ -229,7 +325,7 @@ def test_nobody_speaks_for_another_process(path: str):
 
 def test_loads_of_ranks_do_not_come_through_the_door(path: str):
     for job in (replace(JOB, on_demand=False), replace(JOB, shared=b"\x80\x04K\x01.")):
-        client = DoorClient(path)
+        client = DoorClient(path, 30.0)
         with pytest.raises(ClusterLost):
             client.begin(job, TABLES)
         client.close()
@@ -258,13 +354,12 @@ except (PermissionError, ConnectionError):
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(door, "ANSWER_S", 0.2)
+def test_a_silent_host_is_given_up(tmp_path: Path):
     path = str(tmp_path / "silent.sock")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
-        client = DoorClient(path)
+        client = DoorClient(path, 0.2)
         with pytest.raises(ClusterLost, match="does not answer"):
             client.report("x")
         client.close()
@@ -285,7 +380,7 @@ def test_a_host_that_answers_nonsense_is_given_up(tmp_path: Path):
 
             thread = threading.Thread(target=serve)
             thread.start()
-            client = DoorClient(path)
+            client = DoorClient(path, 30.0)
             with pytest.raises(ClusterLost):
                 client.exchange(RankUpdate("l", 1, 0, 0, ProcessId.current(), committed=(Commit("x", 1),)))
             client.close()
@@ -321,6 +416,6 @@ def test_the_socket_of_a_dead_agent_is_removed_but_not_one_that_is_just_made(
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         config = Config(arena_bytes=4 << 20, slot_bytes=1 << 20, window_bytes=2 << 20)
         found = host.ProcessHost()
-        found.leave(found.find(config))
+        found.leave(found.find(config, 0))
         assert path.exists() is stays
         found.close()

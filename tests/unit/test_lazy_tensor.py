@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ class Stored:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         self.reads: list[int] = []  # bytes of each
         self.into_targets = 0  # reads straight into somebody's tensor
+        self.whole_reads = 0
 
     def read(
         self,
@@ -41,6 +43,10 @@ class Stored:
             return target
         return box.clone(memory_format=torch.contiguous_format)
 
+    def read_all(self) -> torch.Tensor:
+        self.whole_reads += 1
+        return self.read(self.shape, (0,) * len(self.shape), self.shape)
+
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a tensor in which all elements differ."""
@@ -52,6 +58,46 @@ def lazy(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[LazyTensor, t
     tensor = numbers(*shape, dtype=dtype)
     stored = Stored(tensor)
     return LazyTensor(stored), tensor.clone(), stored
+
+
+# --- assignment to a lazy tensor -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_mode", [False, True])
+def test_data_assigned_to_a_lazy_parameter_is_what_it_holds(in_mode: bool):
+    changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        *(lambda t: t * 2, lambda t: t.bfloat16(), lambda t: t.t(), lambda t: t.narrow(0, 1, 2)),
+        lambda t: torch.zeros(2, 2),
+    ]
+    for change in changes:
+        weight, plain, _ = lazy(6, 4)
+        view = weight.narrow(0, 1, 2)
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        with assignments_read() if in_mode else contextlib.nullcontext():
+            module.weight.data = change(module.weight.data)
+        expected = change(plain)
+        assert (module.weight.shape, module.weight.dtype) == (expected.shape, expected.dtype)
+        assert torch.equal(module.weight + 0, expected)
+        assert read_assigned(module) == ["weight"]
+        assert torch.equal(module.weight, expected)
+        assert torch.equal(view + 0, plain[1:3])  # it shows what is stored
+
+
+def test_a_lazy_tensor_in_shared_memory():
+    weight, plain, stored = lazy(3, 4)
+    shared = weight.share_memory_()
+    assert shared.is_shared()
+    assert torch.equal(shared, plain)
+    assert stored.whole_reads == 1
+
+
+def test_the_default_device_changes_nothing():
+    weight, plain, _ = lazy(3, 4)
+    with torch.device("meta"):
+        found = [weight.read(), weight[:0].read(), weight.narrow(1, 1, 2).read(), weight.view(torch.int32).read()]
+    assert [tensor.device.type for tensor in found] == ["cpu"] * 4
+    assert torch.equal(found[2], plain.narrow(1, 1, 2))
 
 
 # --- random chains -----------------------------------------------------------------------------------------
