@@ -13,6 +13,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import resource
 import uuid
 from collections.abc import Iterator
 from functools import cache
@@ -109,12 +110,13 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
             check_loaded(model, model_config, loaded, uri)
             for opened in self._opened:
                 log_report(opened)
-        except LongshoreError:
+        except (LongshoreError, torch.OutOfMemoryError):
             raise
         except (KeyError, ValueError, RuntimeError, AssertionError, AttributeError) as error:
             raise LayoutError(
-                f"the weights do not match the config: {quote(last)} has no place in the model, or another shape: "
+                f"{quote(last)} has no place in the model, has another shape there, or could not be copied: "
                 f"{type(error).__name__}: {error}",
+                hint="see whether the config is that of these weights",
                 uri=uri,
             ) from error
         finally:
@@ -207,8 +209,11 @@ def log_report(opened: OpenModel) -> None:
         return
     shared = "" if report["shared"] else f"; not shared: {report['why_private']}"
     _LOG.info(
-        "Loaded %r with Longshore: %d bytes from the store, %d from shared memory, %d read again%s",
+        "Loaded %r with Longshore: this process read %d bytes and has used %d bytes of memory at most. Of this machine, "
+        "%d bytes from the store, %d from shared memory, %d read again%s",
         opened,
+        report["read_bytes"],
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         report["store_bytes"],
         report["cached_bytes"],
         report["refetched_bytes"],

@@ -83,10 +83,12 @@ class Engine:
         )
 
     def tokens(self, model: str | Path, load_format: str, ranks: int = 1, **variables: str) -> list[int]:
+        """The tokens that the model writes. Afterwards `read_bytes` has what each rank has read, as the log says."""
         done = self.start(model, load_format, ranks, **variables)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
         assert found is not None, done.stdout[-3000:]
+        self.read_bytes = [int(size) for size in re.findall(r"process read (\d+) bytes", done.stdout + done.stderr)]
         return [int(token) for token in found[1].split()]
 
     def answers(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,10 +142,15 @@ def check_tokens(engine: Engine, server: Any, folder: Path, family: str, ranks: 
         read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
     weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
     assert len(weights) == len(set(weights)) > 0  # each chunk once, whatever the number of ranks
+    model_bytes = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    assert len(engine.read_bytes) == ranks
+    assert model_bytes * 0.9 < sum(engine.read_bytes) <= model_bytes * 1.1  # norms are read by every rank
+    assert max(engine.read_bytes) <= model_bytes * (1 if ranks == 1 else 0.55)
     assert ours == engine.tokens(folder / family, "auto", ranks)
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("llama", 2), ("qwen3_moe", 1), ("phi3", 2)])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", sorted(MODELS))
 def test_tokens_are_those_of_vllms_own_loader(
     engine: Engine, s3_server: Any, tmp_path: Path, family: str, ranks: int
 ) -> None:
@@ -350,16 +357,43 @@ def completion(url: str, body: dict[str, Any], served: subprocess.Popen[bytes], 
         time.sleep(1)
 
 
-def test_weights_of_another_config_are_refused_by_name(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
-    model = stored(s3_server, tmp_path / "llama", "llama")
+def test_what_does_not_match_is_refused_by_name(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
+    """Configs of other models, a model that is not there, and one that nobody signed."""
+    model, wrong, jobs = stored(s3_server, tmp_path / "llama", "llama"), [], []
+    key = cluster.generate_key(tmp_path / "key").public_path
     with CountingProxy(s3_server.endpoint_url) as proxy:
-        folder = config_folder(model, proxy, tmp_path / "config")
-        path = Path(folder, "config.json")
-        config = json.loads(path.read_text())
-        path.write_text(json.dumps({**config, "num_hidden_layers": 3}))
-        done = engine.start(folder, "longshore")
-    assert done.returncode != 0
-    assert "parameters got no weights: 'model.layers.2." in done.stdout + done.stderr
+        store = {"endpoint_url": proxy.endpoint_url, "region": s3_server.region}
+        for number, (change, extra, said) in enumerate(
+            [
+                ({"num_hidden_layers": 3}, {}, "parameters got no weights: 'model.layers.2."),
+                ({"num_hidden_layers": 1}, {}, "'model.layers.1."),
+                ({"intermediate_size": 512}, {}, "'model.layers.0.mlp."),
+                ({}, {"model_uri": "s3://models/nothing", **store}, "s3://models/nothing"),
+                ({}, {"model_uri": model.uri, "trusted_keys": [str(key)], **store}, "sign"),
+            ]
+        ):
+            folder = config_folder(model, proxy, tmp_path / f"config-{number}")
+            path = Path(folder, "config.json")
+            path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+            jobs.append({**OPTIONS, "model": folder, "load_format": "longshore", "model_loader_extra_config": extra})
+            wrong.append(said)
+        found = engine.answers(jobs)
+    for answer, said in zip(found, wrong, strict=True):
+        assert said in answer.get("error", ""), answer
+
+
+def test_other_versions_log_a_warning(engine: Engine) -> None:
+    code = """
+        import logging
+        from engines import vllm
+        logging.basicConfig(format="%(message)s")
+        for version in ("0.28.9", "0.29.0", "0.32.4", "0.33", "1.0.0rc1", "dev"):
+            vllm.warn_of_version(version)
+    """
+    command = [engine.python, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+    said = re.findall(r"vLLM (\S+) was not tested with Longshore; 0\.29 to 0\.32 were", done.stderr + done.stdout)
+    assert said == ["0.28.9", "0.33", "1.0.0rc1"]
 
 
 def test_a_folder_without_weights_or_source_is_an_error(engine: Engine, tmp_path: Path) -> None:
