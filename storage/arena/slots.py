@@ -93,7 +93,7 @@ class SlotShares:
         if minimum > self.slot_count:
             raise ArenaTooSmall(
                 "the arena has fewer slots than the load needs",
-                hint="set LONGSHORE_ARENA_BYTES and LONGSHORE_WINDOW_BYTES to more, or let fewer processes share the node",
+                hint="raise LONGSHORE_ARENA_BYTES and LONGSHORE_WINDOW_BYTES, or let fewer processes share the node",
                 slots=self.slot_count,
                 needed_slots=minimum,
             )

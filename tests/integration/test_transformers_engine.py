@@ -20,6 +20,7 @@ from storage.errors import LongshoreError
 from tests.support.counting_proxy import CountingProxy
 from tests.support.hf_models import FAMILIES, SHARD_BYTES, make_tiny
 from tests.support.ray_clusters import environment
+from tests.support.reference_slices import stored_bytes
 from tests.support.stored_models import publish_to
 
 pytestmark = pytest.mark.slow
@@ -172,7 +173,10 @@ import hashlib, json, os, sys
 import torch, torch.distributed as dist
 from transformers.distributed import DistributedConfig
 from cluster.config import Config
+from engines import transformers as engine
 from engines.transformers import from_pretrained
+opened, safe_open = [], engine.safe_open
+engine.safe_open = lambda *given, **options: opened.append(safe_open(*given, **options)) or opened[-1]
 dist.init_process_group("gloo")
 settings = Config.model_validate(json.loads(os.environ["SETTINGS"]))
 model = from_pretrained(
@@ -185,6 +189,8 @@ with torch.no_grad():
 logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
 if dist.get_rank() == 0:
     torch.save(logits, os.environ["LOGITS"])
+with open(f"{os.environ['LOGITS']}.{dist.get_rank()}", "w") as file:
+    file.write(str(opened[0]._reader.delivered_bytes))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -216,6 +222,11 @@ def test_tensor_parallel_ranks_read_each_byte_once(tmp_path: Path, s3_server: An
         read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
     weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
     assert len(weights) == len(set(weights))
+    sizes_bytes = {name: len(data) for name, (_, _, data) in stored_bytes(folder).items()}
+    cut_bytes = sum(size for name, size in sizes_bytes.items() if "_proj" in name)
+    for rank in range(2):  # each reads halves of what is cut
+        rank_bytes = int(Path(f"{tmp_path / 'logits.pt'}.{rank}").read_text())
+        assert cut_bytes / 2 < rank_bytes <= sum(sizes_bytes.values()) - cut_bytes / 2
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         expected = theirs(torch.tensor([[1, 5, 7]])).logits
