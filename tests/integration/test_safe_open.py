@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cluster
+from actors.reader import host
 from actors.reader.host import PROCESS_HOST
 from cluster.config import Config
 from cluster.errors import ConfigError, RankTaken, ReaderClosed, TensorNotFound
@@ -251,6 +253,39 @@ def test_tensors_stay_valid_after_close(tmp_path: Path):
         tensor = ours.get_tensor(name)
     PROCESS_HOST.close()
     assert same(tensor, theirs(next(iter(sorted(folder.glob("*.safetensors")))), name))
+
+
+def test_what_is_prefetched_must_be_of_the_model(tmp_path: Path):
+    write_model(tmp_path / "model")
+    with cluster.safe_open(tmp_path / "model", config=CONFIG) as f:
+        with pytest.raises(TensorNotFound):
+            f.prefetch(["nothing"])
+        with pytest.raises(ConfigError, match="has 2 dimensions, not 1"):
+            f.prefetch([("layers.0.weight", [slice(0, 2)])])
+        f.prefetch(["layers.0.weight", ("layers.1.weight", [slice(0, 2), slice(None)])])
+    with pytest.raises(ReaderClosed):
+        f.prefetch(["layers.0.weight"])
+
+
+def test_memory_of_tensors_that_die_after_close_is_given_back(tmp_path: Path):
+    write_model(tmp_path / "model")
+    with cluster.safe_open(tmp_path / "model", config=CONFIG) as f:
+        tensors = [f.get_tensor(name) for name in f.offset_keys()]
+    kept = tensors.pop()
+    assert tensors.pop(0) is not None
+    tensors.clear()
+    gc.collect()
+    assert f._reader._memory.kept_bytes == 0
+    assert torch.isfinite(kept.float()).any()
+
+
+def test_the_window_has_room_for_a_large_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where no setting says how large it is."""
+    monkeypatch.setattr(host, "WINDOW_BYTES", 2 << 20)
+    write_model(tmp_path / "model")
+    config = Config(arena_bytes=64 << 20, slot_bytes=1 << 20, chunk_bytes=1 << 20, group_patience_s=0.2)
+    with cluster.safe_open(tmp_path / "model", config=config, group="large", member=3, members=12) as f:
+        assert len(f.get_tensor("layers.0.weight")) == 512
 
 
 def test_many_threads_read_one_model(tmp_path: Path):
@@ -494,6 +529,27 @@ with cluster.safe_open(uri, config=config, group="engine", member=member, member
     while len(list(folder.iterdir())) < 4:  # the host among them stays until then
         time.sleep(0.02)
 """
+
+
+def test_a_thread_reads_while_the_interpreter_ends(tmp_path: Path):
+    """No thread can be started then, so the one that reads copies."""
+    folder = tmp_path / "model"
+    write_model(folder, tensors=2, rows=6000)  # tensors of 6 chunks
+    code = """
+    import threading
+    f = cluster.safe_open(folder, config=config)
+    f.get_slice("layers.0.weight")[:1]
+
+    def late():
+        threading.main_thread().join()
+        print(len(f.get_tensor("layers.1.weight")), flush=True)
+        f.close()
+
+    threading.Thread(target=late).start()
+    """
+    done = run(code, folder)
+    assert done.communicate(timeout=60)[0] == "6000\n"
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.05])
