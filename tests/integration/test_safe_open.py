@@ -31,9 +31,10 @@ from cluster.errors import ConfigError, RankTaken, ReaderClosed, TensorNotFound
 from storage.arena.arena_files import arena_path
 from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound, RevisionMismatch
 from storage.host.processes import pid_namespace
+from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_tiny_llama
 from tests.support.counting_proxy import CountingProxy
-from tests.support.stored_models import StoredModel
+from tests.support.stored_models import publish_to
 
 pytestmark = pytest.mark.slow
 
@@ -514,13 +515,14 @@ def ended(process: subprocess.Popen[str]) -> int:
     return process.returncode
 
 
+PAUSE_S = 0.02  # of a process after each tensor
 READ_ALL = """
 import hashlib
 with cluster.safe_open(uri, config=config, group="engine", member=member, members=2, **store) as f:
     found = hashlib.sha256()
     for name in f.offset_keys():
         found.update(f.get_tensor(name).view(dtype=__import__("torch").uint8).numpy().tobytes())
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # longer than reading a tensor takes
     (folder / str(member)).write_text("done")
     while len(list(folder.iterdir())) < 2:  # so that both reports are those of one host
         time.sleep(0.02)
@@ -552,18 +554,19 @@ def test_a_thread_reads_while_the_interpreter_ends(tmp_path: Path):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 0.05])
-def test_processes_of_a_group_read_each_byte_once_without_ray(tmp_path: Path, llama: StoredModel, pause_s: float):
-    """`pause_s`: of one of them, after each tensor. The window is an eighth of the model."""
+@pytest.mark.parametrize("slower", [1, 10])
+def test_processes_of_a_group_read_each_byte_once_without_ray(tmp_path: Path, s3_server: EmbeddedS3, slower: int):
+    """`slower`: how many times slower one of them is. The window is an eighth of the model."""
     folder = tmp_path / "done"
     folder.mkdir()
-    model_bytes = sum(path.stat().st_size for path in llama.folder.glob("*.safetensors"))
-    window_bytes = max(5 << 20, model_bytes // 8)
-    window = {"arena_bytes": window_bytes, "window_bytes": window_bytes, "group_patience_s": 60.0}
+    write_model(tmp_path / "model", tensors=44, rows=1024)
+    model = publish_to(s3_server, tmp_path / "model", f"eighth-{slower}")
+    model_bytes = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    window = {"arena_bytes": model_bytes // 8, "window_bytes": model_bytes // 8, "group_patience_s": 60.0}
     config = CONFIG.model_copy(update=window)
-    with CountingProxy(llama.server.endpoint_url) as proxy:
-        key = llama.server.credentials()
-        store = {"endpoint_url": proxy.endpoint_url, "region": llama.server.region}
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        key = s3_server.credentials()
+        store = {"endpoint_url": proxy.endpoint_url, "region": s3_server.region}
         os_environ = {"AWS_ACCESS_KEY_ID": key.access_key_id, "AWS_SECRET_ACCESS_KEY": key.secret_access_key}
         work = [
             run(
@@ -571,10 +574,10 @@ def test_processes_of_a_group_read_each_byte_once_without_ray(tmp_path: Path, ll
                 folder,
                 os_environ,
                 config,
-                uri=llama.uri,
+                uri=model.uri,
                 store=store,
                 member=number,
-                pause_s=number * pause_s,
+                pause_s=(1, slower)[number] * PAUSE_S,
             )
             for number in range(2)
         ]
