@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import textwrap
 import time
 import urllib.request
@@ -23,10 +24,13 @@ from typing import Any
 import pytest
 
 import cluster
+from cluster import client
+from cluster.joining.connection import disconnect
 from tests.support.counting_proxy import CountingProxy
 from tests.support.free_ports import free_ports
 from tests.support.hf_models import make_tiny
 from tests.support.quantized_models import Grouped
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, environment, new_ray_cluster, variables
 from tests.support.reference_quantized import quantized
 from tests.support.stored_models import StoredModel, publish_to
 
@@ -40,6 +44,7 @@ MODELS = {
     "qwen3_moe": {"num_key_value_heads": 2},
     "phi3": {},  # q, k and v in one, gate and up in one
 }
+SETTINGS = {"arena_bytes": 256 << 20, "window_bytes": 128 << 20}
 OPTIONS = {"enforce_eager": True, "max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
 
 
@@ -155,6 +160,26 @@ def test_tokens_are_those_of_vllms_own_loader(
     engine: Engine, s3_server: Any, tmp_path: Path, family: str, ranks: int
 ) -> None:
     check_tokens(engine, s3_server, tmp_path, family, ranks)
+
+
+def test_the_agent_of_a_ray_cluster_is_the_host(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
+    """An agent runs on the machine already, and vLLM's workers, outside of Ray, read through it."""
+    import ray
+
+    small = stored(s3_server, tmp_path / "phi3", "phi3")
+    node = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "env_vars": variables(SETTINGS)}
+    temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)
+    folder = {"XDG_RUNTIME_DIR": engine.variables["XDG_RUNTIME_DIR"]}
+    with temporary as place, environment({**ENVIRONMENT, **folder}), new_ray_cluster(**node, temp_dir=place) as there:
+        ray.init(address=there.address, log_to_driver=False, configure_logging=False)
+        try:
+            cluster.load(small.uri, device="cpu", address=there.address, **small.options).release()
+            check_tokens(engine, s3_server, tmp_path, "llama", 2)
+            assert not list(Path(folder["XDG_RUNTIME_DIR"]).rglob("host.*")), "another process became the host"
+            client.shutdown(there.address)
+        finally:
+            disconnect()
+            ray.shutdown()
 
 
 def test_the_oldest_vllm(s3_server: Any, tmp_path: Path) -> None:
