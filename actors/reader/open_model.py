@@ -220,6 +220,11 @@ class OpenModel:
         Args:
             names: Names of tensors, or (name, slices with one of each dimension and without steps). What has not been
                 read yet is limited, so prefetching all of a large model is no problem.
+
+        Raises:
+            TensorNotFound: The model has no such tensor.
+            ConfigError: There are not as many slices as dimensions.
+            ReaderClosed: The model was closed, or the process was forked since it was opened.
         """
         boxes = []
         for each in names:

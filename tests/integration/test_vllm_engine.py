@@ -173,8 +173,8 @@ def test_the_agent_of_a_ray_cluster_is_the_host(engine: Engine, s3_server: Any, 
     with temporary as place, environment({**ENVIRONMENT, **folder}), new_ray_cluster(**node, temp_dir=place) as there:
         ray.init(address=there.address, log_to_driver=False, configure_logging=False)
         try:
-            cluster.load(small.uri, device="cpu", address=there.address, **small.options).release()
-            check_tokens(engine, s3_server, tmp_path, "llama", 2)
+            with cluster.load(small.uri, device="cpu", address=there.address, **small.options):  # no idle agent ends
+                check_tokens(engine, s3_server, tmp_path, "llama", 2)
             assert not list(Path(folder["XDG_RUNTIME_DIR"]).rglob("host.*")), "another process became the host"
             client.shutdown(there.address)
         finally:
