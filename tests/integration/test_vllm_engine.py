@@ -18,6 +18,7 @@ import textwrap
 import time
 import urllib.request
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +170,18 @@ def test_the_agent_of_a_ray_cluster_is_the_host(engine: Engine, s3_server: Any, 
     small = stored(s3_server, tmp_path / "phi3", "phi3")
     node = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "env_vars": variables(SETTINGS)}
     temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)
-    folder = {"XDG_RUNTIME_DIR": engine.variables["XDG_RUNTIME_DIR"]}
-    with temporary as place, environment({**ENVIRONMENT, **folder}), new_ray_cluster(**node, temp_dir=place) as there:
+    with ExitStack() as stack:
+        place = stack.enter_context(temporary)  # a short path, as the agent's socket needs it
+        engine.variables["XDG_RUNTIME_DIR"] = place
+        stack.enter_context(environment({**ENVIRONMENT, "XDG_RUNTIME_DIR": place}))
+        there = stack.enter_context(new_ray_cluster(**node, temp_dir=place))
         ray.init(address=there.address, log_to_driver=False, configure_logging=False)
-        try:
-            with cluster.load(small.uri, device="cpu", address=there.address, **small.options):  # no idle agent ends
-                check_tokens(engine, s3_server, tmp_path, "llama", 2)
-            assert not list(Path(folder["XDG_RUNTIME_DIR"]).rglob("host.*")), "another process became the host"
-            client.shutdown(there.address)
-        finally:
-            disconnect()
-            ray.shutdown()
+        stack.callback(ray.shutdown)
+        stack.callback(disconnect)
+        with cluster.load(small.uri, device="cpu", address=there.address, **small.options):  # no idle agent ends
+            check_tokens(engine, s3_server, tmp_path, "llama", 2)
+        assert not list(Path(place, "longshore").glob("host.*")), "another process became the host"
+        client.shutdown(there.address)
 
 
 def test_the_oldest_vllm(s3_server: Any, tmp_path: Path) -> None:
