@@ -29,6 +29,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_refuses_in_one_line(tmp_path: Path) -> None:
     refused = run(tmp_path)
     assert refused.returncode == 2

@@ -30,6 +30,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "
 TOKENS = torch.tensor([[1, 5, 9, 33, 60]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_transformers_reads_the_loaded_tensors(tmp_path: Path, scheme: str) -> None:
     if scheme == "nf4":
