@@ -209,7 +209,7 @@ def log_report(opened: OpenModel) -> None:
         return
     shared = "" if report["shared"] else f"; not shared: {report['why_private']}"
     _LOG.info(
-        "Loaded %r with Longshore: this process read %d bytes and has used %d bytes of memory at most. All of them: "
+        "Loaded %r with Longshore: this process read %d bytes and has used %d bytes of memory at most. Readers here: "
         "%d bytes from the store, %d from shared memory, %d read again%s",
         opened,
         report["read_bytes"],

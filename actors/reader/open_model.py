@@ -124,7 +124,7 @@ class TensorSlice:
         """
         from actors.reader.lazy_tensor import read_indexed
 
-        return self._model._hand_out(read_indexed(self._model._stored(self._tensor), index))
+        return self._model._hand_out(read_indexed(_Stored(self._model, self._tensor), index))
 
 
 class OpenModel:
@@ -196,7 +196,7 @@ class OpenModel:
         import torch
 
         tensor = self._tensor(name)
-        found = self._stored(tensor).read_on(self._device)
+        found = _Stored(self, tensor).read_on(self._device)
         packed = getattr(torch, "float4_e2m1fn_x2", None) if tensor.dtype == "F4" else None
         return self._hand_out(found if packed is None else found.view(packed))
 
@@ -308,10 +308,7 @@ class OpenModel:
     def _lazy(self, tensor: Tensor) -> LazyTensor:
         from actors.reader.lazy_tensor import LazyTensor
 
-        return LazyTensor(self._stored(tensor))
-
-    def _stored(self, tensor: Tensor) -> _Stored:
-        return _Stored(self, tensor)
+        return LazyTensor(_Stored(self, tensor))
 
     def _pinned(self) -> PinnedStaging:
         from actors.devices.cuda_device import PinnedStaging

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import cluster
-from actors.reader.host import PROCESS_HOST
 from cluster import client
 from cluster.config import Config
 from storage.errors import LongshoreError
@@ -51,16 +50,6 @@ def gpu_cluster() -> Iterator[str]:
             client.shutdown(there.address)
         finally:
             ray.shutdown()
-
-
-@pytest.fixture
-def process_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Folders for sockets and configs that no other test uses, and a host of this process that ends with the test."""
-    (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield
-    PROCESS_HOST.close()
 
 
 def product(shard: Any) -> tuple[str, float]:

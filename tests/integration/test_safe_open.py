@@ -281,7 +281,7 @@ def test_memory_of_tensors_that_die_after_close_is_given_back(tmp_path: Path):
 
 
 def test_the_window_has_room_for_a_large_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where no setting says how large it is."""
+    """No setting says how large it is."""
     monkeypatch.setattr(host, "WINDOW_BYTES", 2 << 20)
     write_model(tmp_path / "model")
     config = Config(arena_bytes=64 << 20, slot_bytes=1 << 20, chunk_bytes=1 << 20, group_patience_s=0.2)

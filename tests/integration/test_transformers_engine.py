@@ -6,14 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cluster
-from actors.reader.host import PROCESS_HOST
 from cluster.config import Config
 from cluster.errors import ConfigError, ModelConfigError
 from storage.errors import LongshoreError
@@ -23,19 +21,9 @@ from tests.support.ray_clusters import environment
 from tests.support.reference_slices import stored_bytes
 from tests.support.stored_models import publish_to
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_host")]
 
 SETTINGS = Config(arena_bytes=24 << 20, slot_bytes=1 << 20, window_bytes=8 << 20)
-
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Folders for sockets and configs that no other test uses."""
-    (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield
-    PROCESS_HOST.close()
 
 
 def save(family: str, folder: Path, **changes: Any) -> Path:

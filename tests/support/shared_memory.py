@@ -1,4 +1,4 @@
-"""Folders in memory for one test: `shm_dir` in shared memory, `small_tmpfs` of 8 MiB."""
+"""What one test has to itself: `shm_dir` in shared memory, `small_tmpfs` of 8 MiB, `process_host` for readers."""
 
 from __future__ import annotations
 
@@ -32,3 +32,15 @@ def small_tmpfs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path
         pytest.skip("mounting a tmpfs takes root")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def process_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Folders for sockets and configs that no other test uses, and a host of this process that ends with the test."""
+    from actors.reader.host import PROCESS_HOST
+
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    PROCESS_HOST.close()
