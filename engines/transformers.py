@@ -110,7 +110,8 @@ def from_pretrained(
     if config is None:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     chosen = _class_of(model_class, config, folder, trust_remote_code=trust_remote_code)
-    with safe_open(model_uri, revision=source.revision if source else revision, **given, **_group()) as opened:
+    given |= {"revision": source.revision if source else revision, "cache": False, **_group()}
+    with safe_open(model_uri, **given) as opened:
         model = chosen.from_pretrained(None, config=config, state_dict=_weights(opened), **options)
     found = model[0] if isinstance(model, tuple) else model  # with output_loading_info=True
     found.name_or_path = found.config._name_or_path = folder

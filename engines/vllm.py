@@ -10,12 +10,14 @@ The workers of an engine are one reader group.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import logging
 import os
+import re
 import resource
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -86,12 +88,13 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         if getattr(model, "allow_patterns_overrides", None):
             raise ConfigError(f"{type(model).__name__} has its weights in several folders, which Longshore cannot read")
         source = source_of(model_config.model, self._extra)
-        yield from self._open(source).lazy_tensors()
-        for other in getattr(model, "secondary_weights", ()):
-            if (own := secondary_source(other, model_config.model, source)) is None:
-                yield from DefaultModelLoader(LoadConfig(load_format="auto"))._get_weights_iterator(other)
-            else:
-                yield from ((other.prefix + name, tensor) for name, tensor in self._open(own).lazy_tensors())
+        with every_core(os.environ):
+            yield from self._open(source).lazy_tensors()
+            for other in getattr(model, "secondary_weights", ()):
+                if (own := secondary_source(other, model_config.model, source)) is None:
+                    yield from DefaultModelLoader(LoadConfig(load_format="auto"))._get_weights_iterator(other)
+                else:
+                    yield from ((other.prefix + name, tensor) for name, tensor in self._open(own).lazy_tensors())
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         """Fill the model's parameters. Raises LayoutError for weights that do not match it."""
@@ -131,9 +134,32 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         self.close()
 
     def _open(self, source: ModelSource) -> OpenModel:
-        options: dict[str, Any] = {**source.options, "revision": source.revision or None}
+        options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}
         self._opened.append(safe_open(source.model_uri, **options, **group_of_engine()))
         return self._opened[-1]
+
+
+@contextlib.contextmanager
+def every_core(environment: Mapping[str, str]) -> Iterator[None]:
+    """Let this thread, and the threads that it starts, run on every core of the OpenMP threads of this process.
+
+    On processors vLLM gives each OpenMP thread of a worker a core of its own, by GNU's or Intel's variable. The main
+    thread is one of them, and what it starts inherits its only core. No other cores are taken: memory that is written
+    there first would be far from the worker.
+    """
+    listed = environment.get("GOMP_CPU_AFFINITY") or environment.get("KMP_AFFINITY", "").partition("proclist=")[2]
+    before = os.sched_getaffinity(0)
+    cores = {
+        core
+        for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", listed)
+        for core in range(int(first), int(last or first) + 1, int(step or 1))
+    }
+    with contextlib.suppress(OSError):  # there are no such cores
+        os.sched_setaffinity(0, before | cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: Any, uri: str) -> None:

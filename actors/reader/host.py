@@ -69,23 +69,15 @@ def host_folder() -> str:
 class OwnHost:
     """A node agent in this process, with a door for others unless it is private."""
 
-    def __init__(
-        self, config: Config, folder: str | None, lock: int | None, why_private: str = "", *, least_bytes: int = 0
-    ) -> None:
-        """
-        Args:
-            lock: Descriptor of the lock file, which this object closes. None: private.
-            least_bytes: The window of the arena is as large at least, where no setting says otherwise.
-        """
+    def __init__(self, config: Config, folder: str | None, lock: int | None, why_private: str = "") -> None:
+        """`lock`: descriptor of the lock file, which this object closes. None: private."""
         self.why_private = why_private
         self._lock = lock
         self._door: HostDoor | None = None
         name = "private-" + uuid.uuid4().hex[:12] if folder is None else f"user-{os.geteuid()}"
-        window_bytes = config.window_bytes or max(WINDOW_BYTES, least_bytes)
-        given = config.model_copy(update={"window_bytes": window_bytes})
         # Containers may share /dev/shm, and have the same folder. Pids of one mean nothing in another.
         place = f"{folder or name} {pid_namespace()}"
-        self._agent = NodeAgent(given, name, place)
+        self._agent = NodeAgent(config, name, place)
         try:
             self._agent.facts()  # raises if there is no room for the arena
             if folder is not None:
@@ -160,10 +152,10 @@ class ProcessHost:
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._at_exit)
 
-    def find(self, config: Config, least_bytes: int) -> Host:
+    def find(self, config: Config) -> Host:
         """Return the host, and count a user of it. Call `leave` with it. Raises ArenaError, ClusterLost.
 
-        `least_bytes`: see `OwnHost`.
+        `config`: of this process's own host, if it becomes one.
         """
         with self._finding:
             if self._ends:
@@ -171,7 +163,7 @@ class ProcessHost:
             if self._own is not None:
                 self._users += 1
                 return self._own
-            found = _find(config, least_bytes)
+            found = _find(config)
             if isinstance(found, OwnHost):
                 self._own, self._users = found, 1
             return found
@@ -225,6 +217,18 @@ class ProcessHost:
 PROCESS_HOST = ProcessHost()
 
 
+def host_config(config: Config, least_bytes: int, *, cache: bool) -> Config:
+    """Return the settings of this process's own host, where those of the user leave sizes open.
+
+    Args:
+        least_bytes: What a group of readers needs of the window.
+        cache: Whether the arena is larger than its window, to keep chunks that were read.
+    """
+    window_bytes = config.window_bytes or max(WINDOW_BYTES, least_bytes)
+    arena_bytes = config.arena_bytes or (0 if cache else window_bytes)
+    return config.model_copy(update={"window_bytes": window_bytes, "arena_bytes": arena_bytes})
+
+
 def agent_door(agent: NodeAgent, node_id: str) -> HostDoor:
     """Open the door of an agent of a Ray cluster. Raises ArenaError, ConfigError, OSError."""
     return HostDoor(os.path.join(host_folder(), _agent_socket(node_id)), agent)
@@ -260,8 +264,8 @@ def _agent_here(folder: str, patience_s: float) -> VisitedHost | None:
     return None
 
 
-def _find(config: Config, least_bytes: int) -> Host:
-    own = functools.partial(OwnHost, config, least_bytes=least_bytes)
+def _find(config: Config) -> Host:
+    own = functools.partial(OwnHost, config)
     patience_s = max(LEAST_PATIENCE_S, config.group_patience_s)
     try:
         folder = host_folder()
@@ -375,7 +379,7 @@ class HostLink:
             if self._host is None:
                 if self._ends.is_set():
                     raise closed()
-                self._host = PROCESS_HOST.find(self._config, self._job.min_slots * self._config.slot_bytes)
+                self._host = PROCESS_HOST.find(self._config)
             host = self._host
         try:
             return call(host)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from actors.rank.state import RankIdentity
-from actors.reader.host import HostLink
+from actors.reader.host import HostLink, host_config
 from actors.reader.model_reader import ModelReader
 from cluster.argument_types import checks_arguments
 from cluster.config import Config, TrustPolicy
@@ -349,6 +349,7 @@ def safe_open(
     group: str | None = None,
     member: int = 0,
     members: int = 1,
+    cache: bool = True,
     config: Config | None = None,
 ) -> OpenModel:
     """Open a model for reading, as `safetensors.safe_open` opens a file. Needs no Ray.
@@ -373,6 +374,8 @@ def safe_open(
             reader is alone. It still finds what others have read while that is in the arena.
         member: Number of this process in its group, from 0.
         members: Number of processes in the group on this machine.
+        cache: Whether chunks that were read stay in shared memory for later readers, as far as the machine has memory
+            to spare. It counts where this process owns the shared memory, and `LONGSHORE_ARENA_BYTES` is not set.
         config: Settings; None reads them from the environment.
 
     Returns:
@@ -432,7 +435,7 @@ def safe_open(
         revision=index.revision if index.chunks.hash_name else f"{index.revision} {own.chunk_bytes}",
         group_patience_s=own.group_patience_s,
     )
-    link = HostLink(own, job, tables)
+    link = HostLink(host_config(own, job.min_slots * own.slot_bytes, cache=cache), job, tables)
     store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
     # Later opens of the same member have larger numbers, in whatever process: they take its place.
     identity = RankIdentity(load_id, 1, member, time.monotonic_ns(), ProcessId.current())

@@ -289,6 +289,20 @@ def test_the_window_has_room_for_a_large_group(tmp_path: Path, monkeypatch: pyte
         assert len(f.get_tensor("layers.0.weight")) == 512
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_chunks_stay_for_later_readers_unless_told_not_to(tmp_path: Path, cache: bool):
+    folder = tmp_path / "model"
+    write_model(folder, tensors=24)
+    model_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    sizes_left_open = CONFIG.model_copy(update={"arena_bytes": 0, "window_bytes": 3 << 20})
+    for again in (False, True):
+        with cluster.safe_open(folder, cache=cache, config=sizes_left_open) as ours:
+            for name in ours.offset_keys():
+                ours.get_tensor(name)
+            found = ours.report()
+            assert (found["store_bytes"] > model_bytes / 2) == (not again or not cache)
+
+
 def test_many_threads_read_one_model(tmp_path: Path):
     folder = tmp_path / "model"
     names = list(write_model(folder))

@@ -423,6 +423,37 @@ def test_other_versions_log_a_warning(engine: Engine) -> None:
     assert said == ["0.28.9", "0.33", "1.0.0rc1"]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_of_a_load_have_every_core_of_their_worker(engine: Engine) -> None:
+    """vLLM binds the main thread to one core, and what it starts inherits that."""
+    code = """
+        import os
+        import threading
+        from engines.vllm import every_core
+
+        first, second, *others = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {first})
+        found = []
+        for variables in (
+            {"GOMP_CPU_AFFINITY": f"{first} {second}"},
+            {"GOMP_CPU_AFFINITY": f"{first}-{second}:{second - first}"},
+            {"KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{first},{second}]"},
+            {"GOMP_CPU_AFFINITY": f"{first}"},
+            {"KMP_AFFINITY": "compact,1,0"},
+            {},
+        ):
+            with every_core(variables):
+                thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+                thread.start()
+                thread.join()
+            assert os.sched_getaffinity(0) == {first}
+        assert found == [{first, second}] * 3 + [{first}] * 3
+    """
+    command = [engine.python, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_folder_without_weights_or_source_is_an_error(engine: Engine, tmp_path: Path) -> None:
     make_tiny("llama", **HEADS).config.save_pretrained(tmp_path / "bare")
     done = engine.start(tmp_path / "bare", "longshore")

@@ -416,6 +416,6 @@ def test_the_socket_of_a_dead_agent_is_removed_but_not_one_that_is_just_made(
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         config = Config(arena_bytes=4 << 20, slot_bytes=1 << 20, window_bytes=2 << 20)
         found = host.ProcessHost()
-        found.leave(found.find(config, 0))
+        found.leave(found.find(config))
         assert path.exists() is stays
         found.close()

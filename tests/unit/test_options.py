@@ -26,7 +26,7 @@ OF_THE_CALL = {
     LOAD: {"address", "progress", "timeout_s", "config"},
     PLAN: {*(one.name for one in fields(PlanOptions)), "config"},
     HOST_RANK: {"rank", "group", "timeout_s", "config"},
-    SAFE_OPEN: {"framework", "device", "group", "member", "members", "config"},
+    SAFE_OPEN: {"framework", "device", "group", "member", "members", "cache", "config"},
 }
 OF_THE_VERB = {LOAD: {"address", "timeout"}, PLAN: {one.name for one in fields(PlanOptions)}}
 OF_THE_BODY = {LOAD: {"timeout_s"}, PLAN: {"memory", "host_memory", "ranks_per_node", "store_rate"}}
