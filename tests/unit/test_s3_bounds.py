@@ -165,6 +165,18 @@ def test_gigabytes_of_chunks() -> None:
         assert "bytes" in refusal(listed(store), StoreError)
 
 
+def test_an_answer_to_a_change_may_take_longer_than_one_to_a_read() -> None:
+    """S3 assembles a large upload before it answers."""
+
+    def play(sock: socket.socket, _: int) -> None:
+        time.sleep(1.5)
+        sock.sendall(answer("204 No Content", {}))
+
+    with answers_end(0.5), store_behind(play) as (store, _):
+        refusal(listed(store), StoreUnavailable)
+        store.delete("a")
+
+
 @pytest.mark.parametrize(("status", "kind"), [("403 F", AccessDenied), ("404 N", ObjectNotFound)])
 def test_a_huge_error_body_is_not_read_and_its_status_counts(status: str, kind: type[StoreError]) -> None:
     sent: list[int] = []
