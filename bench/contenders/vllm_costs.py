@@ -1,15 +1,21 @@
 """What the loader of one of vLLM's workers costs: `worker_extension_cls="bench.contenders.vllm_costs.LoadCosts"`.
 
-A worker imports this module before it loads, and so vLLM's loaders note what they cost in that process.
+A worker imports this module before it loads, and so vLLM's loaders note what they cost in that process. Before the
+clock starts, the host's free pages are fetched once more: in the seconds that vLLM takes to start, the host takes back
+what was fetched before.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from bench.harness.measure import fetch_host_pages
 
 # when `load_weights` began and ended, its CPU seconds, and the most memory of the process over what it had before
 Costs = tuple[float, float, float, int]
@@ -31,6 +37,8 @@ def _timed(self: Any, *args: Any, **options: Any) -> Any:
     load_weights = self.load_weights
 
     def note(*given: Any) -> None:
+        fetch_host_pages(int(os.environ["BENCH_FRESH_BYTES"]))
+        get_world_group().barrier()  # the workers begin together
         Path("/proc/self/clear_refs").write_text("5")  # the most memory is counted anew (proc(5))
         before_bytes, start_s, start_cpu_s = _memory_bytes("VmRSS"), time.monotonic(), time.process_time()
         load_weights(*given)

@@ -32,7 +32,7 @@ from bench.harness.results import Run
 _INTERVAL_S = 0.05
 _MAX_DUTY = 0.04  # of one core: sampling large memory is slow, so it happens less often then
 _TREE_INTERVAL_S = 0.5
-_SPARE_BYTES = 1 << 30  # that `_fetch_host_pages` leaves for other programs
+_SPARE_BYTES = 1 << 30  # that `fetch_host_pages` leaves for other programs
 _IDLE_CPU = 0.1  # of one core: processes that use less have nothing to do
 _IDLE_INTERVAL_S = 0.4
 _PATIENCE_S = 15.0
@@ -85,7 +85,7 @@ def measured(spec: Spec, case: str = "", *, fresh: bool = True, watch_memory: bo
     """
     result = Measured(spec.model_bytes, case)
     if fresh:
-        _fetch_host_pages(5 * spec.model_bytes // 2)
+        fetch_host_pages(5 * spec.model_bytes // 2)
     watch = _MemoryWatch()
     if watch_memory:
         watch.sample()
@@ -170,7 +170,7 @@ for huge in (True, False):  # the kernel keeps freed pages of either size apart 
 """
 
 
-def _fetch_host_pages(size_bytes: int) -> None:
+def fetch_host_pages(size_bytes: int) -> None:
     """Touch and free `size_bytes` in another process: half in huge pages, half in small ones.
 
     Many hosts take free memory away from a virtual machine. The first write to such a page costs a fault in the host,
