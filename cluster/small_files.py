@@ -122,7 +122,9 @@ def config_folder(
         with_config=False,
     )
     given = {name: getattr(options, name) for name in OPTIONS}
-    kept = {name: _plain(value) for name, value in given.items() if value not in (None, False)}
+    kept = {name: value for name, value in given.items() if value not in (None, False)}
+    if "trusted_keys" in kept:  # the keys themselves: engines may run where there are no such files
+        kept["trusted_keys"] = list(request.trusted_keys)
     source = ModelSource(request.uri, index.revision, kept)
     files = _wanted(index.files, code=code, uri=request.uri)
     path = _default_folder(source, code=code) if folder is None else os.path.abspath(os.fspath(folder))
@@ -178,10 +180,6 @@ def read_source(folder: str | os.PathLike[str]) -> ModelSource | None:
     if unknown:
         raise ConfigError(f"unknown options: {', '.join(map(quote, sorted(unknown)))}", path=path)
     return ModelSource(found["model_uri"], found["revision"], found["options"])
-
-
-def _plain(value: Any) -> Any:
-    return [os.fspath(one) for one in value] if isinstance(value, tuple) else value
 
 
 def _wanted(files: Sequence[OtherFile], *, code: bool, uri: str) -> list[OtherFile]:

@@ -10,8 +10,9 @@ transformers reads with a few threads, and asks the slices for exactly the part 
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from actors.devices.convert import torch_dtype
 from actors.reader.open_model import OpenModel, TensorSlice, safe_open
 from cluster.argument_types import checks_arguments
 from cluster.config import Config
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, LayoutError
 from cluster.small_files import config_folder, read_source
-from storage.problems import quote
+from engines import warn_of_version
+from storage.problems import MAX_LISTED, quote
+
+TESTED = ("5.19", "5.23")  # oldest and newest version that tests have run
+_LOG = logging.getLogger("transformers.longshore")  # so that lines appear in transformers' own log
 
 
 class _Weight(TensorSlice):
@@ -84,6 +89,7 @@ def from_pretrained(
     Raises:
         ConfigError: There is no such class, or an argument is invalid.
         ModelConfigError: The model has no config.json.
+        LayoutError: Parameters got no weights, and `model_class` is None.
         IntegrityError: Bytes are not the published ones.
         LongshoreError: As `safe_open`, and transformers' own errors.
 
@@ -95,6 +101,7 @@ def from_pretrained(
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
         ```
     """
+    warn_of_version("transformers", transformers.__version__, TESTED, _LOG)
     store = {
         "endpoint_url": endpoint_url,
         "region": region,
@@ -110,14 +117,24 @@ def from_pretrained(
     if config is None:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     chosen = _class_of(model_class, config, folder, trust_remote_code=trust_remote_code)
-    given |= {"revision": source.revision if source else revision, "cache": False, **_group()}
+    given |= {"revision": source.revision if source else revision, "cache": False, **_group(options)}
+    tells = options.pop("output_loading_info", False)
     with safe_open(model_uri, **given) as opened:
-        model = chosen.from_pretrained(None, config=config, state_dict=_weights(opened), **options)
-    found = model[0] if isinstance(model, tuple) else model  # with output_loading_info=True
-    found.name_or_path = found.config._name_or_path = folder
-    if found.can_generate() and os.path.exists(os.path.join(folder, "generation_config.json")):
-        found.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model
+        weights = _weights(opened)
+        model, info = chosen.from_pretrained(
+            None, config=config, state_dict=weights, output_loading_info=True, **options
+        )
+    missing = sorted(info["missing_keys"])
+    if missing and model_class is None:  # another class may have layers that are yet to be trained
+        raise LayoutError(
+            f"{len(missing)} parameters got no weights: {', '.join(map(quote, missing[:MAX_LISTED]))}",
+            hint="the config is not that of these weights",
+            uri=os.fspath(model_uri),
+        )
+    model.name_or_path = model.config._name_or_path = folder
+    if model.can_generate() and os.path.exists(os.path.join(folder, "generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return (model, info) if tells else model
 
 
 def _weights(opened: OpenModel) -> dict[str, _Weight]:
@@ -152,10 +169,14 @@ def _class_of(asked: Any, config: Any, folder: str, *, trust_remote_code: bool) 
     return next((one for one in several if one.__name__ in names), several[0])
 
 
-def _group() -> dict[str, Any]:
-    """Return the arguments that let the ranks of a `torchrun` on this machine read as a group; none for one process."""
+def _group(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that let the ranks of a `torchrun` on this machine read as a group; none for one process.
+
+    `options`: those of transformers. It joins the ranks by itself when it is asked to shard.
+    """
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if size < 2 or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    shards = any(options.get(name) is not None for name in ("distributed_config", "tp_plan", "tp_size"))
+    if size < 2 or not (shards or (torch.distributed.is_available() and torch.distributed.is_initialized())):
         return {}
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"

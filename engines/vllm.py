@@ -2,7 +2,7 @@
 
     vllm serve $(longshore config-folder s3://models/llama-8b) --load-format longshore
 
-vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). The loader finds in the model's
+vLLM imports this module in each of its processes (entry point `vllm.general_plugins`). The loader finds in the model's
 folder where the weights are (`longshore.json`), opens them with `safe_open`, and hands lazy tensors to
 `model.load_weights`. A lazy tensor is read when vLLM's weight loaders copy it, after they have cut out the rank's part.
 The workers of an engine are one reader group.
@@ -32,6 +32,7 @@ from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
 from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
+from engines import warn_of_version
 from storage.errors import LongshoreError
 from storage.host.processes import pid_namespace
 from storage.problems import MAX_LISTED, quote
@@ -44,9 +45,11 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
-    """Return where the weights are: as `--model-loader-extra-config` says, else as the model's folder says.
+    """Return where the weights are: as the model's folder says, else as `--model-loader-extra-config` says.
 
-    A folder with safetensors files of its own is its own source. Raises ConfigError.
+    A folder with safetensors files of its own is its own source. A draft model has the same extra config as its target,
+    so `model_uri` counts only for folders that say nothing. Without `model_uri`, the other keys change what the folder
+    says. Raises ConfigError.
     """
     unknown = set(extra) - _KEYS
     if unknown:
@@ -54,13 +57,16 @@ def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
             f"unknown keys in model_loader_extra_config: {', '.join(map(quote, sorted(unknown)))}",
             hint=f"known are {', '.join(sorted(_KEYS))}",
         )
-    if "model_uri" in extra:
-        rest = {name: value for name, value in extra.items() if name not in ("model_uri", "revision")}
-        return ModelSource(extra["model_uri"], extra.get("revision", ""), rest)
-    if (found := read_source(folder)) is not None:
+    found = read_source(folder)
+    if found is None and os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        found = ModelSource(folder, "", {})
+    options = {name: value for name, value in extra.items() if name in OPTIONS}
+    if found is not None and "model_uri" not in extra:
+        return ModelSource(found.model_uri, extra.get("revision", found.revision), {**found.options, **options})
+    if found is not None:
         return found
-    if os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder)):
-        return ModelSource(folder, "", {})
+    if "model_uri" in extra:
+        return ModelSource(extra["model_uri"], extra.get("revision", ""), options)
     raise ConfigError(
         f"{quote(folder)} does not say where the weights are",
         hint="make the folder with `longshore config-folder URI`, or pass "
@@ -75,10 +81,18 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         super().__init__(load_config)
         self._extra = dict(load_config.model_loader_extra_config or {})
         self._opened: list[OpenModel] = []
-        warn_of_version(vllm.__version__)
+        warn_of_version("vLLM", vllm.__version__, TESTED, _LOG)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Do nothing: there is no download."""
+
+    def load_model(self, *given: Any, **options: Any) -> torch.nn.Module:
+        """Return the model with its weights. Online quantization reads the last ones when `load_weights` is done."""
+        try:
+            model: torch.nn.Module = super().load_model(*given, **options)
+            return model
+        finally:
+            self.close()
 
     def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Weights:
         """Iterate over the names and lazy tensors of all weights. vLLM's `reload_weights` calls this.
@@ -116,14 +130,14 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         except (LongshoreError, torch.OutOfMemoryError):
             raise
         except (KeyError, ValueError, RuntimeError, AssertionError, AttributeError) as error:
+            if not last:  # nothing was read yet
+                raise
             raise LayoutError(
                 f"{quote(last)} has no place in the model, has another shape there, or could not be copied: "
                 f"{type(error).__name__}: {error}",
                 hint="see whether the config is that of these weights",
                 uri=uri,
             ) from error
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Close what the weights are read from."""
@@ -189,8 +203,8 @@ def secondary_source(other: DefaultModelLoader.Source, folder: str, first: Model
     patterns = other.allow_patterns_overrides or [""]
     name = "/".join(filter(None, (other.subfolder, patterns[0])))
     if len(patterns) == 1 and (not patterns[0] or patterns[0].endswith(".safetensors")) and "*" not in name:
-        # It has a manifest of its own, if any.
-        options = {key: value for key, value in first.options.items() if key != "signed_name"}
+        # A folder below has a manifest of its own, if any. It is not signed under the name of the first one.
+        options = {key: value for key, value in first.options.items() if key != "signed_name" or not other.subfolder}
         return ModelSource(f"{first.model_uri.rstrip('/')}/{name}", "", options)
     if not any(glob.glob(os.path.join(folder, other.subfolder or "", pattern)) for pattern in patterns):
         raise ConfigError(
@@ -219,14 +233,6 @@ def group_of_engine() -> dict[str, Any]:
     return {"group": f"vllm {told[0][0]}", "member": here.index(world.rank_in_group), "members": len(here)}
 
 
-def warn_of_version(version: str) -> None:
-    """Log a warning for a version of vLLM that no test has run."""
-    oldest, newest = (tuple(map(int, text.split("."))) for text in TESTED)
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if len(numbers) == 2 and not oldest <= numbers <= newest:
-        _LOG.warning("vLLM %s was not tested with Longshore; %s to %s were", version, *TESTED)
-
-
 def log_report(opened: OpenModel) -> None:
     """Log what reading this model has cost."""
     try:
@@ -235,9 +241,10 @@ def log_report(opened: OpenModel) -> None:
         return
     shared = "" if report["shared"] else f"; not shared: {report['why_private']}"
     _LOG.info(
-        "Loaded %r with Longshore: this process read %d bytes and has used %d bytes of memory at most. Readers here: "
-        "%d bytes from the store, %d from shared memory, %d read again%s",
+        "Loaded %r with Longshore, %s: this process read %d bytes and has used %d bytes of memory at most. Readers "
+        "here: %d bytes from the store, %d from shared memory, %d read again%s",
         opened,
+        f"verified with {report['hash']}" if report["hash"] else "not verified, as the model is not published",
         report["read_bytes"],
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         report["store_bytes"],

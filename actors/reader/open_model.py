@@ -255,13 +255,15 @@ class OpenModel:
                 passed = chunk
 
     def report(self) -> dict[str, Any]:
-        """Return what this model's readers on this node have cost, as plain values.
+        """Return what reading this model has cost, as plain values.
 
-        Keys: `host` (pid of the process that has the arena), `shared` (whether other processes may use it),
-        `why_private` (why not; empty if they may), `read_bytes` (that this process has read of the tensors, or of
-        parts of them), `whole_reads` (lazy tensors that were read whole, because an operation needed their memory), and
-        those of a node in a load's report: `store_bytes`, `cached_bytes`, `disk_bytes`, `refetched_bytes`,
-        `store_chunks`, `retries`.
+        Of this process: `host` (pid of the process that has the arena), `shared` (whether other processes may use it),
+        `why_private` (why not; empty if they may), `hash` (of the digests that chunks were compared with; empty if the
+        model was not published, so that only sizes and versions were checked), `read_bytes` (of tensors, or of parts
+        of them), `whole_reads` (lazy tensors that were read whole, because an operation needed their memory).
+
+        Of its group together, as of a node in a load's report: `store_bytes`, `cached_bytes`, `disk_bytes`,
+        `refetched_bytes`, `store_chunks`, `retries`.
         """
         node: NodeReport = self._link.report()
         host = self._link.host
@@ -270,6 +272,7 @@ class OpenModel:
             "host": host.host.pid if host is not None and host.host is not None else 0,
             "shared": not why,
             "why_private": why,
+            "hash": self._index.chunks.hash_name or "",
             "read_bytes": self._reader.delivered_bytes,
             "whole_reads": self._whole_reads,
             "store_bytes": node.store_bytes,

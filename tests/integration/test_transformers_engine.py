@@ -13,7 +13,7 @@ import pytest
 
 import cluster
 from cluster.config import Config
-from cluster.errors import ConfigError, ModelConfigError
+from cluster.errors import ConfigError, LayoutError, ModelConfigError
 from storage.errors import LongshoreError
 from tests.support.counting_proxy import CountingProxy
 from tests.support.hf_models import FAMILIES, SHARD_BYTES, make_tiny
@@ -96,6 +96,20 @@ def test_weights_that_do_not_match_the_config_are_named(tmp_path: Path, caplog: 
     assert "mlp" in caplog.text  # the report of transformers
 
 
+def test_parameters_without_weights_are_named(tmp_path: Path) -> None:
+    import transformers
+
+    from engines.transformers import from_pretrained
+
+    folder = save("llama", tmp_path / "llama")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers += 1
+    with pytest.raises(LayoutError, match=f"layers.{config.num_hidden_layers - 1}."):
+        from_pretrained(folder, settings=SETTINGS, config=config)
+    new_head = from_pretrained(folder, transformers.AutoModelForSequenceClassification, settings=SETTINGS)
+    assert new_head.score.weight.shape[0] == 2  # is yet to be trained
+
+
 def test_typed_errors(tmp_path: Path) -> None:
     from engines.transformers import from_pretrained
 
@@ -165,7 +179,6 @@ from engines import transformers as engine
 from engines.transformers import from_pretrained
 opened, safe_open = [], engine.safe_open
 engine.safe_open = lambda *given, **options: opened.append(safe_open(*given, **options)) or opened[-1]
-dist.init_process_group("gloo")
 settings = Config.model_validate(json.loads(os.environ["SETTINGS"]))
 model = from_pretrained(
     os.environ["URI"], endpoint_url=os.environ["ENDPOINT"], region="us-east-1", settings=settings,

@@ -17,6 +17,7 @@ import tempfile
 import textwrap
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -265,8 +266,11 @@ def test_weights_are_loaded_again(engine: Engine, s3_server: Any, tmp_path: Path
     with CountingProxy(s3_server.endpoint_url) as proxy:
         own, ours = both_ways(model.folder, config_folder(model, proxy, tmp_path / "config"))
         found = engine.answers([own, {**ours, "reload": True}])
+        read = Counter((r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors") and r.range)
     assert "tokens" in found[0]
     assert found[1] == found[0]
+    weights = {span: times for span, times in read.items() if span[1] is not None and span[1][1] - span[1][0] > 8}
+    assert set(weights.values()) == {2}  # vLLM copies each weight twice when it loads again: it rehearses
 
 
 def both_ways(folder: Path, of_store: str) -> list[dict[str, Any]]:
@@ -289,7 +293,7 @@ def test_weights_in_a_second_place(engine: Engine, tmp_path: Path) -> None:
             other = DefaultModelLoader.Source(place, None, allow_patterns_overrides=list(patterns) or None, **more)
             return secondary_source(other, folder, first)
 
-        beside = ModelSource("s3://models/a/joint.safetensors", "", {"region": "x"})
+        beside = ModelSource("s3://models/a/joint.safetensors", "", {"region": "x", "signed_name": "a"})
         assert found(folder, "joint.safetensors") == beside
         assert found(folder, subfolder="audio") == ModelSource("s3://models/a/audio", "", {"region": "x"})
         assert found("openai/whisper") is None
@@ -309,6 +313,38 @@ def test_weights_in_a_second_place(engine: Engine, tmp_path: Path) -> None:
         text=True,
         check=False,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_where_the_weights_of_a_folder_are(engine: Engine, tmp_path: Path) -> None:
+    """A draft model is loaded with the extra config of its target."""
+    code = """
+        import json, sys
+        from pathlib import Path
+        from cluster.errors import ConfigError
+        from cluster.small_files import ModelSource
+        from engines.vllm import source_of
+
+        silent, made, own = (Path(sys.argv[1], name) for name in ("silent", "made", "own"))
+        for folder in (silent, made, own):
+            folder.mkdir()
+        told = {"model_uri": "s3://models/a", "revision": "5f", "options": {"region": "x"}}
+        (made / "longshore.json").write_text(json.dumps(told))
+        (own / "model.safetensors").touch()
+        target = {"model_uri": "s3://models/b", "region": "y"}
+        assert source_of(str(silent), target) == ModelSource("s3://models/b", "", {"region": "y"})
+        for extra, region in (({}, "x"), (target, "x"), ({"region": "y"}, "y")):
+            assert source_of(str(made), extra) == ModelSource("s3://models/a", "5f", {"region": region})
+        assert source_of(str(own), target) == ModelSource(str(own), "", {})
+        for folder, extra in ((silent, {"region": "y"}), (made, {"colour": "red"})):
+            try:
+                source_of(str(folder), extra)
+            except ConfigError:
+                continue
+            raise AssertionError(extra)
+    """
+    command = [engine.python, "-c", textwrap.dedent(code), tmp_path]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -402,6 +438,8 @@ def test_what_does_not_match_is_refused_by_name(engine: Engine, s3_server: Any, 
             folder = config_folder(model, proxy, tmp_path / f"config-{number}")
             path = Path(folder, "config.json")
             path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+            if extra:  # counts for folders that do not say where the weights are
+                Path(folder, "longshore.json").unlink()
             jobs.append({**OPTIONS, "model": folder, "load_format": "longshore", "model_loader_extra_config": extra})
             wrong.append(said)
         found = engine.answers(jobs)
@@ -412,14 +450,14 @@ def test_what_does_not_match_is_refused_by_name(engine: Engine, s3_server: Any, 
 def test_other_versions_log_a_warning(engine: Engine) -> None:
     code = """
         import logging
-        from engines import vllm
+        from engines.vllm import TESTED, warn_of_version
         logging.basicConfig(format="%(message)s")
         for version in ("0.28.9", "0.29.0", "0.32.4", "0.33", "1.0.0rc1", "dev"):
-            vllm.warn_of_version(version)
+            warn_of_version("vLLM", version, TESTED, logging.getLogger())
     """
     command = [engine.python, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
-    said = re.findall(r"vLLM (\S+) was not tested with Longshore; 0\.29 to 0\.32 were", done.stderr + done.stdout)
+    said = re.findall(r"vLLM (\S+) was not tested with Longshore; 0\.29 and 0\.32 were", done.stderr + done.stdout)
     assert said == ["0.28.9", "0.33", "1.0.0rc1"]
 
 

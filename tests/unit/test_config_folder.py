@@ -101,6 +101,17 @@ def test_options_are_kept_and_no_secrets(llama: Path, tmp_path: Path):
     assert source == ModelSource(f"file://{llama}", source.revision, {"region": "eu-west-1", "anonymous": True})
 
 
+def test_keys_are_kept_and_not_their_files(llama: Path, tmp_path: Path):
+    """An engine may run where there are no such files."""
+    keys = cluster.generate_key(tmp_path / "key")
+    cluster.publish(llama, sign_key=keys.path)
+    source = read_source(cluster.config_folder(llama, tmp_path / "made", trusted_keys=[keys.public_path]))
+    assert source.options == {"trusted_keys": [keys.public_key]}
+    Path(keys.public_path).unlink()
+    with cluster.safe_open(source.model_uri, revision=source.revision, **source.options) as weights:
+        assert len(weights) > 0
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 def test_changed_files_are_refused(llama: Path, tmp_path: Path, name: str):
     cluster.publish(llama)

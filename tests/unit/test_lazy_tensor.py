@@ -254,6 +254,15 @@ def test_a_copy_of_a_box_is_read_into_its_target():
     assert stored.into_targets == 2
 
 
+def test_a_copy_to_a_tensor_without_memory_reads_nothing() -> None:
+    ours, _plain, stored = lazy(8, 4)
+    target = torch.empty(2, 4, device="meta")
+    assert target.copy_(ours[2:4]) is target
+    with pytest.raises(RuntimeError):
+        torch.empty(3, 5, device="meta").copy_(ours)
+    assert stored.reads == []
+
+
 def test_properties_read_nothing() -> None:
     ours, _plain, stored = lazy(3, 5)
     assert (len(ours), ours.numel(), ours.nbytes, ours.element_size()) == (3, 15, 60, 4)
