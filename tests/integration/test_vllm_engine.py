@@ -199,7 +199,7 @@ def compressed(layout: str, bits: int, kind: str, strategy: str, *, activations:
     return {**common, "format": layout, "config_groups": {"group_0": group}}
 
 
-# First column of the table in docs/engines.md -> how the checkpoint is quantized
+# First column of the table in docs/vllm.md -> how the checkpoint is quantized
 QUANTIZED: dict[str, dict[str, Any]] = {
     "GPTQ, 4 bits": {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True},
     "AWQ, 4 bits": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
@@ -238,8 +238,8 @@ def write_quantized(folder: Path, how: dict[str, Any]) -> None:
 
 
 def quantized_rows() -> dict[str, str]:
-    """Return the table of quantized checkpoints in docs/engines.md: first column -> second."""
-    text = (REPOSITORY / "docs/engines.md").read_text()
+    """Return the table of quantized checkpoints in docs/vllm.md: first column -> second."""
+    text = (REPOSITORY / "docs/vllm.md").read_text()
     table = text.partition("| quantized as | vLLM on a CPU |\n|---|---|\n")[2].partition("\n\n")[0]
     return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.MULTILINE))
 
