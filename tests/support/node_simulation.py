@@ -489,7 +489,7 @@ class NodeSimulation:
 
     def mapping(self) -> list[SimRank]:
         """Ranks whose processes map the arena."""
-        return [rank for rank in self.ranks if rank.alive and not rank.left]
+        return [rank for rank in self.ranks if rank.alive and rank.has_joined and not rank.left]
 
     def restart_agent(self) -> None:
         """Kill the agent between two messages. The coordinator sends the loads to its successor."""
