@@ -117,7 +117,7 @@ def from_pretrained(
     if config is None:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     chosen = _class_of(model_class, config, folder, trust_remote_code=trust_remote_code)
-    given |= {"revision": source.revision if source else revision, "cache": False, **_group(options)}
+    given |= {"revision": source.revision if source else revision, **_group(options)}
     tells = options.pop("output_loading_info", False)
     with safe_open(model_uri, **given) as opened:
         weights = _weights(opened)
