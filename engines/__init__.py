@@ -1,7 +1,7 @@
 """Plug-ins: models from a store in the engines that people run.
 
-They read with `actors.reader`, without Ray; only `ray_serve` needs it. Each module needs its engine, and is imported by that engine or by the user. Importing this package costs nothing.
-`transformers` has a function like `from_pretrained`.
+They read with `actors.reader`, without Ray; only `ray_serve` needs it. Each module needs its engine, and is imported by
+that engine or by the user. Importing this package costs nothing. `transformers` has a function like `from_pretrained`.
 """
 
 from __future__ import annotations
