@@ -72,7 +72,8 @@ def _alternative(
 def _engine(name: str, title: str, method: str, settings: tuple[Setting, ...] = ({},)) -> Contender:
     load, environment = (engines.load_vllm, name) if name == "vllm" else (engines.load_transformers, "")
     cases = (Case("cold", "", B3 if method == "longshore" else ""),)
-    return Contender(f"{method}_{name}", title, load, cases, settings, (name,), {"method": method}, environment)
+    needs = (name, *(OBSTORE if method == "download" else ()))
+    return Contender(f"{method}_{name}", title, load, cases, settings, needs, {"method": method}, environment)
 
 
 _ALL = (
