@@ -27,7 +27,7 @@ from cluster.small_files import config_folder, read_source
 from engines import warn_of_version
 from storage.problems import MAX_LISTED, quote
 
-TESTED = ("5.19", "5.23")  # oldest and newest version that tests have run
+TESTED = ("5.19", "5.23")  # oldest and newest version that was tried: tests run the newest
 _LOG = logging.getLogger("transformers.longshore")  # so that lines appear in transformers' own log
 
 
