@@ -60,18 +60,18 @@ def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
     found = read_source(folder)
     if found is None and os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder)):
         found = ModelSource(folder, "", {})
-    options = {name: value for name, value in extra.items() if name in OPTIONS}
-    if found is not None and "model_uri" not in extra:
-        return ModelSource(found.model_uri, extra.get("revision", found.revision), {**found.options, **options})
-    if found is not None:
-        return found
     if "model_uri" in extra:
-        return ModelSource(extra["model_uri"], extra.get("revision", ""), options)
-    raise ConfigError(
-        f"{quote(folder)} does not say where the weights are",
-        hint="make the folder with `longshore config-folder URI`, or pass "
-        '--model-loader-extra-config \'{"model_uri": "s3://..."}\'',
-    )
+        if found is not None:
+            return found
+        found = ModelSource(extra["model_uri"], "", {})
+    if found is None:
+        raise ConfigError(
+            f"{quote(folder)} does not say where the weights are",
+            hint="make the folder with `longshore config-folder URI`, or pass "
+            '--model-loader-extra-config \'{"model_uri": "s3://..."}\'',
+        )
+    options = {name: value for name, value in extra.items() if name in OPTIONS}
+    return ModelSource(found.model_uri, extra.get("revision", found.revision), {**found.options, **options})
 
 
 class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may be absent where types are checked

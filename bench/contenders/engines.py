@@ -40,7 +40,7 @@ def load_vllm(spec: Spec) -> None:
         cores, ranks = sorted(os.sched_getaffinity(0)), int(spec.options["ranks"])
         parts = [",".join(map(str, cores[rank::ranks])) for rank in range(ranks)]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
-        os.environ["BENCH_FRESH_BYTES"] = str(5 * spec.model_bytes // 2 // ranks)  # for `vllm_costs`
+        os.environ["BENCH_LOADED_BYTES"] = str(spec.model_bytes // ranks)  # for `vllm_costs`
         import vllm
 
         with measured(spec, "cold", watch_memory=False) as m:

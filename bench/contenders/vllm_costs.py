@@ -37,7 +37,7 @@ def _timed(self: Any, *args: Any, **options: Any) -> Any:
     load_weights = self.load_weights
 
     def note(*given: Any) -> None:
-        fetch_host_pages(int(os.environ["BENCH_FRESH_BYTES"]))
+        fetch_host_pages(int(os.environ["BENCH_LOADED_BYTES"]))
         get_world_group().barrier()  # the workers begin together
         Path("/proc/self/clear_refs").write_text("5")  # the most memory is counted anew (proc(5))
         before_bytes, start_s, start_cpu_s = _memory_bytes("VmRSS"), time.monotonic(), time.process_time()

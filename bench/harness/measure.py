@@ -85,7 +85,7 @@ def measured(spec: Spec, case: str = "", *, fresh: bool = True, watch_memory: bo
     """
     result = Measured(spec.model_bytes, case)
     if fresh:
-        fetch_host_pages(5 * spec.model_bytes // 2)
+        fetch_host_pages(spec.model_bytes)
     watch = _MemoryWatch()
     if watch_memory:
         watch.sample()
@@ -170,13 +170,13 @@ for huge in (True, False):  # the kernel keeps freed pages of either size apart 
 """
 
 
-def fetch_host_pages(size_bytes: int) -> None:
-    """Touch and free `size_bytes` in another process: half in huge pages, half in small ones.
+def fetch_host_pages(loaded_bytes: int) -> None:
+    """Touch and free memory for a load of that size in another process: half in huge pages, half in small ones.
 
     Many hosts take free memory away from a virtual machine. The first write to such a page costs a fault in the host,
     about 3 CPU s per GB, and a program that runs right after another has freed its memory does not pay it. This makes
     the cost equal for all contenders. Pages are fresh all the same: the guest's kernel maps and clears each of them.
     """
-    size_bytes = min(size_bytes, psutil.virtual_memory().available - _SPARE_BYTES)
+    size_bytes = min(5 * loaded_bytes // 2, psutil.virtual_memory().available - _SPARE_BYTES)
     if size_bytes > 0:
         subprocess.run([sys.executable, "-S", "-c", _TOUCH, str(size_bytes)], check=False)
