@@ -13,7 +13,7 @@ from tests.support.half_load import HalfLoad
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.stored_models import CHUNK_BYTES, StoredModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 REQUESTS = 2  # at a time and rank
 SETTLED_S = 2.0

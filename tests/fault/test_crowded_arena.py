@@ -38,14 +38,17 @@ def room_for(loads: int) -> pytest.MarkDecorator:
     return pytest.mark.cluster_settings(empty=True, arena_bytes=loads * min_slots(2) * MIB, stuck_after_s=8)
 
 
-@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(
-    "loads",
-    [pytest.param(1, marks=room_for(1)), pytest.param(2, marks=room_for(2))],
-    ids=["one after the other", "at once"],
+    ("loads", "strike"),
+    [
+        pytest.param(1, signal.SIGSTOP, marks=room_for(1), id="one after the other-stopped"),
+        pytest.param(2, signal.SIGKILL, marks=room_for(2), id="at once-killed"),
+        pytest.param(1, signal.SIGKILL, marks=[room_for(1), pytest.mark.long], id="one after the other-killed"),
+        pytest.param(2, signal.SIGSTOP, marks=[room_for(2), pytest.mark.long], id="at once-stopped"),
+    ],
 )
 def test_a_rank_that_dies_or_stops_blocks_no_other(
-    longshore: Longshore, llama: StoredModel, one_node: Any, strike: int, loads: int
+    longshore: Longshore, llama: StoredModel, one_node: Any, loads: int, strike: int
 ) -> None:
     """`loads`: how many have their minimum at once, by the size of the arena."""
     layouts = [(2, 1), (1, 2)]  # the same chunks: one load waits for what the other fetches

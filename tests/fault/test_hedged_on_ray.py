@@ -17,7 +17,11 @@ LATE = 12  # this request for weights hangs; earlier ones gave the usual duratio
 RANKS = 2
 
 
-@pytest.mark.parametrize("fault", [Stall(CHUNK_BYTES // 2), Trickle(50.0)], ids=["stalled", "trickling"])
+@pytest.mark.parametrize(
+    "fault",
+    [Stall(CHUNK_BYTES // 2), pytest.param(Trickle(50.0), marks=pytest.mark.long)],
+    ids=["stalled", "trickling"],
+)
 def test_the_slot_of_a_hedged_request_that_lost_is_freed(
     longshore: Longshore, llama: StoredModel, fault: Fault
 ) -> None:

@@ -85,7 +85,15 @@ def held_by(longshore: Longshore, process: subprocess.Popen[str]) -> list[SlotHo
 
 
 @pytest.mark.cluster_settings(empty=True, idle_agent_s=1.0, **SMALLEST)
-@pytest.mark.parametrize("state", ["begun", "loading", "to be ended", "loaded"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "loading",
+        "loaded",
+        pytest.param("begun", marks=pytest.mark.long),
+        pytest.param("to be ended", marks=pytest.mark.long),
+    ],
+)
 def test_a_node_share_ends_with_its_process(longshore: Longshore, llama: StoredModel, state: str) -> None:
     with GatedProxy(llama.server.endpoint_url, ranges=4) as proxy:
         if state != "loading":

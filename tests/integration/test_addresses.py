@@ -217,7 +217,15 @@ def ray_s_own(process: psutil.Process) -> bool:
     return ray_join.__name__ not in process.cmdline()
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, "disconnect", "shut down"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("disconnect", marks=pytest.mark.long),
+        "shut down",
+    ],
+)
 def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, odd: StoredModel) -> None:
     """It ends however that process ends. With a string as `end`, the process ends the cluster and goes on."""
     environ = {**os.environ, **ENVIRONMENT, "LONGSHORE_ARENA_BYTES": "96MiB"}

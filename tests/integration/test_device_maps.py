@@ -44,7 +44,9 @@ def test_host_memory_and_disk(longshore: Longshore, llama: StoredModel, tmp_path
 
 
 @pytest.mark.parametrize(
-    "workers", [2, pytest.param(1, marks=pytest.mark.cluster_settings(warm_workers_s=300.0))], ids=["new", "same"]
+    "workers",
+    [2, pytest.param(1, marks=[pytest.mark.cluster_settings(warm_workers_s=300.0), pytest.mark.long])],
+    ids=["new", "same"],
 )
 def test_an_offload_folder_can_be_used_again(
     longshore: Longshore, llama: StoredModel, tmp_path: Path, workers: int

@@ -191,6 +191,7 @@ def test_a_model_outlives_the_job_that_loaded_it(jobs: JobCluster, llama: Stored
     assert code == 7, said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jobs", [True], indirect=True, ids=["token"])
 def test_with_token_authentication(jobs: JobCluster, llama: StoredModel) -> None:
     code, said = jobs.submit("longshore", "load", llama.uri, "--device", "cpu", "--json")

@@ -296,7 +296,7 @@ def test_a_worker_group_whose_coordinator_was_killed_ends(warm: Longshore, llama
 
 
 @pytest.mark.cluster_settings(warm_workers_s=WARM_S, empty=True, cpu_ranks_per_node=TP + 1)
-@pytest.mark.parametrize("with_worker", [False, True])
+@pytest.mark.parametrize("with_worker", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_new_agent_frees_slots_beside_an_idle_worker_group(
     warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy, with_worker: bool
 ) -> None:

@@ -123,6 +123,7 @@ with cluster.load(sys.argv[1], device="cpu", address=sys.argv[2]) as model:
 """
 
 
+@pytest.mark.long
 def test_workers_have_the_niceness_that_nodes_were_started_with(odd: StoredModel, tmp_path: Path) -> None:
     here = os.getpriority(os.PRIO_PROCESS, 0)
     started = environment({**ENVIRONMENT, "RAY_worker_niceness": "0", "LONGSHORE_ARENA_BYTES": "96MiB"})
