@@ -150,11 +150,11 @@ class NodeAgent:
                 journal=self._arena,
                 ready_slots=self._arena.ready_slots,
             )
-            self._kept = KeptMemory(config, self._arena, cache, self._changed)
             self._survivors = Survivors(self._arena.path, self._incarnation, restored=restored)
             leases = cache.restore(self._survivors.left, time.monotonic()) if restored else []
             self._disk = DiskWriter(config, self._arena, cache, self._changed, self._stopped)
             self._ledger = NodeLedger(cache, self._arena.slot_bytes, restored=leases, disk=self._disk.backlog)
+            self._kept = KeptMemory(config, self._arena, cache, self._ledger, self._changed)
             self._filling = ArenaFilling(config, self._arena, self._ledger, self._changed, self._stopped)
         except LongshoreError as error:
             # Calls raise it later, because an actor whose constructor fails loses the error's type.

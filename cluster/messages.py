@@ -105,7 +105,7 @@ class NodeJob:
     again: bool = False  # an agent received this job before, and was restarted
     replaced: bool = False  # a rank's process was replaced before that
     model: str = ""  # label of its metrics (`cluster.telemetry.metrics`)
-    host_bytes: int = 0  # host memory that its ranks will take for tensors
+    host_bytes: int = 0  # host memory that its ranks have still to take for tensors
     process: ProcessId | None = None  # process that hosts the rank; the rank ends with it at the latest
     group: GroupMember | None = None  # membership of that process
     is_local: bool = False  # the model is local files

@@ -59,12 +59,13 @@ def claims_of(models: Iterable[ModelRecord], but: ModelRecord) -> list[Claim]:
         for record in models
         if record is not but and not record.life.is_over
         for node_id in record.nodes
-        if (
-            size_bytes := _to_take(
-                record, [placement for placement in record.placements.values() if placement.node_id == node_id]
-            )
-        )
+        if (size_bytes := _to_take(record, record.on(node_id)))
     ]
+
+
+def _to_take(record: ModelRecord, placements: list[Placement]) -> int:
+    here = {placement.rank: placement for placement in placements}
+    return record.bytes_to_take(placements) + WORKER_BYTES * len(new_workers(here))
 
 
 def new_workers(placements: Mapping[int, Placement]) -> set[int]:
@@ -72,28 +73,6 @@ def new_workers(placements: Mapping[int, Placement]) -> set[int]:
     return {
         rank for rank, placement in placements.items() if not (placement.is_up or placement.started or placement.report)
     }
-
-
-def _to_take(record: ModelRecord, placements: list[Placement]) -> int:
-    here = {placement.rank: placement for placement in placements}
-    left = [placement for placement in placements if placement.report is None]  # the others have it all
-    wanted = sum(record.host_bytes.get(placement.rank, 0) for placement in left)
-    taken = sum(_taken(record, placement) for placement in left)
-    kept = record.kept_bytes.get(placements[0].node_id, 0) if placements else 0
-    return max(0, wanted - max(taken, kept)) + WORKER_BYTES * len(new_workers(here))
-
-
-def _taken(record: ModelRecord, placement: Placement) -> int:
-    """Return what a rank has of its host's memory at least, by what it placed: that may be on its other devices, and
-    takes less when it is converted.
-    """
-    host_bytes = record.host_bytes.get(placement.rank, 0)
-    if record.plan is None:  # after the coordinator was restarted
-        return min(placement.placed_bytes, host_bytes)
-    facts = record.plan.ranks[placement.rank]
-    elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
-    there_bytes = facts.device_bytes * placement.placed_bytes // max(1, facts.read_bytes)
-    return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
 
 
 STARTING_S = 30.0  # workers are up by then

@@ -190,7 +190,7 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         again=(node_id, attempt) in record.begun,
         replaced=any(placement.replaced for placement in placements),
         model=model_label(record.request.uri),
-        host_bytes=sum(record.host_bytes.get(each.rank, 0) for each in placements if each.report is None),
+        host_bytes=record.bytes_to_take(placements),
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,7 +125,7 @@ class ModelRecord:
 
     def awaits(self, node_id: str) -> bool:
         """Return True while a rank on that node has not reported that it is complete."""
-        return any(place.node_id == node_id and place.report is None for place in self.placements.values())
+        return any(placement.report is None for placement in self.on(node_id))
 
     @property
     def is_planned(self) -> bool:
@@ -270,9 +270,31 @@ class ModelRecord:
 
     def attempts_on(self, node_id: str) -> tuple[int, ...]:
         """Attempts that brought ranks to the node, ascending: each is a part of the load there."""
-        return tuple(
-            sorted({placement.attempt for placement in self.placements.values() if placement.node_id == node_id})
-        )
+        return tuple(sorted({placement.attempt for placement in self.on(node_id)}))
+
+    def on(self, node_id: str) -> list[Placement]:
+        """Return the placements that are on the node."""
+        return [placement for placement in self.placements.values() if placement.node_id == node_id]
+
+    def bytes_to_take(self, placements: Sequence[Placement]) -> int:
+        """Return the host memory that these ranks, all of one node, have still to take for tensors."""
+        left = [placement for placement in placements if placement.report is None]  # the others have it all
+        wanted_bytes = sum(self.host_bytes.get(placement.rank, 0) for placement in left)
+        taken_bytes = sum(self._taken_bytes(placement) for placement in left)
+        kept_bytes = self.kept_bytes.get(placements[0].node_id, 0) if placements else 0
+        return max(0, wanted_bytes - max(taken_bytes, kept_bytes))
+
+    def _taken_bytes(self, placement: Placement) -> int:
+        """Return what a rank has of its host's memory at least, by what it placed: that may be on its other devices,
+        and takes less when it is converted.
+        """
+        host_bytes = self.host_bytes.get(placement.rank, 0)
+        if self.plan is None:  # after the coordinator was restarted
+            return min(placement.placed_bytes, host_bytes)
+        facts = self.plan.ranks[placement.rank]
+        elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
+        there_bytes = facts.device_bytes * placement.placed_bytes // max(1, facts.read_bytes)
+        return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
 
     def ranks_on(self, node_id: str, attempt: int) -> tuple[int, ...]:
         """Those that this attempt brought there."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,10 +136,12 @@ class SecondLeases(Hedges):
     Fetches straight into a rank's memory are never hedged: they use no slot, so there is no other slot to use.
     """
 
-    def __init__(self, job: NodeJob, cache: ChunkCache, keys: ChunkKeys, queue: LeaseQueue) -> None:
+    def __init__(
+        self, job: NodeJob, cache: ChunkCache, keys: ChunkKeys, queue: LeaseQueue, keeps: Callable[[int], bool]
+    ) -> None:
+        """`keeps`: whether the arena keeps a chunk, whoever brings it."""
         super().__init__(job.hedge_factor, job.hedge_after_s)
-        self.keep = False  # the chunks are kept, whoever brings them
-        self._job, self._cache, self._keys, self._queue = job, cache, keys, queue
+        self._job, self._cache, self._keys, self._queue, self._keeps = job, cache, keys, queue, keeps
 
     def lease(self, place: RankPlace, now_s: float) -> tuple[int, Lease] | None:
         """Return (chunk, lease) for a rank that has nothing else to fetch.
@@ -151,7 +153,8 @@ class SecondLeases(Hedges):
             return None
         deadline_s = now_s + self._job.lease_deadline_s
         key, may_kill = self._keys[chunk], not self._job.on_demand
-        lease = self._cache.lease(key, place.process, deadline_s, owner=owner, keep=self.keep, may_kill=may_kill)
+        keep = self._keeps(chunk)
+        lease = self._cache.lease(key, place.process, deadline_s, owner=owner, keep=keep, may_kill=may_kill)
         if lease is None:
             self._cache.shares.satisfied(owner)  # a hedge is optional: do not queue for a slot
             return None
@@ -246,13 +249,12 @@ class ChunkFlow:
         # All others together leave a slot to the last reader. Three are one that is read, one before and one after it.
         share = max(1, slots // len(job.ranks), min(3, slots // others))
         self._readers = ReaderGroup(tables.needs, share, job.group_patience_s, now_s) if job.on_demand else None
-        self.hedges = SecondLeases(job, cache, self.keys, self.queue)
+        self._all_kept = len(self.queue.chunks()) <= cache.kept_slots
+        self.hedges = SecondLeases(job, cache, self.keys, self.queue, self._keeps)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
-        # The arena keeps chunks that it can keep all, and those that the disk tier has yet to write.
-        self._keep = self.hedges.keep = disk.on or len(self.queue.chunks()) <= cache.kept_slots
         # Chunks bypass the arena when the job asks for it, when neither arena nor disk could keep them, and when the
         # kernel's page cache keeps them. Local files may be on a network, so a disk tier that keeps them comes first.
-        fits = self._keep or len(self.queue.chunks()) <= cache.window_slots
+        fits = disk.on or len(self.queue.chunks()) <= max(cache.kept_slots, cache.window_slots)
         kept_anyway = job.is_local and not disk.on
         self.direct = job.placement == "direct" or (job.placement == "auto" and (kept_anyway or not fits))
         self._job = job
@@ -268,6 +270,10 @@ class ChunkFlow:
         self.sources = ChunkSources(job, self._chunks, self.meter)
         self.retries: Counter[str] = Counter()
         self.ranks_done(job)
+
+    def _keeps(self, chunk: int) -> bool:
+        """Return whether the arena keeps the chunk: it has room for all, or the disk tier has yet to write this one."""
+        return self._all_kept or (self._disk.on and not self._disk.has(self.keys[chunk]))
 
     def take_cached(self) -> None:
         """Pin chunks that the arena already has, as far as this load's share allows, before they are evicted."""
@@ -318,8 +324,8 @@ class ChunkFlow:
             deadline_s = now_s + self._job.lease_deadline_s
             if chunk in place.direct and not self.queue.failures(chunk) and self._cache.kept(key) is None:
                 return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
-            owner, may_kill = self._job.part, not self._job.on_demand
-            lease = self._cache.lease(key, place.process, deadline_s, owner=owner, keep=self._keep, may_kill=may_kill)
+            owner, may_kill, keep = self._job.part, not self._job.on_demand, self._keeps(chunk)
+            lease = self._cache.lease(key, place.process, deadline_s, owner=owner, keep=keep, may_kill=may_kill)
             if lease is None and self._drop_expected(place.rank, chunk, now_s):
                 continue
             if lease is None:
@@ -398,8 +404,6 @@ class ChunkFlow:
             self.queue.requeue(chunk, None, "", now_s=now_s)
             return
         self.sources.fetched(chunk, source_of(lease_id, commit.source))
-        if (kept := self._to_read.pop(chunk, None)) is not None:
-            self._cache.unpin(kept, self._reader(chunk))
         # Without a pinner the window's slot is free again already, if the chunk is kept.
         cached = self._cache.lookup(self.keys[chunk]) or self._cache.kept(self.keys[chunk])
         if answer is Answer.DONE and cached is not None:
@@ -425,6 +429,8 @@ class ChunkFlow:
     # -- committed chunks ----------------------------------------------------------------------------------------
 
     def _readable(self, chunk: int, cached: CachedChunk) -> None:
+        if (kept := self._to_read.pop(chunk, None)) is not None:
+            self._cache.unpin(kept, self._reader(chunk))
         ranks = self.queue.committed(chunk)
         if self._disk.on and self.keys.lasting(chunk):
             kept = self._cache.kept(self.keys[chunk])

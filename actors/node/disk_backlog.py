@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.config import Config
+from cluster.telemetry.logs import RepeatedWork
 from storage.arena.arena import Arena
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
@@ -110,13 +111,18 @@ class DiskBacklog:
     def next(self, cache: ChunkCache, writer: ProcessId) -> DiskWrite | None:
         """Return the next write, with its slot held for `writer`. None when none waits, or loads need all slots."""
         for key, write in list(self._waiting.items()):
-            if cache.hold(write.chunk, writer, (_OWNER, key), owner=_OWNER):
+            chunk: CachedChunk | None = write.chunk
+            if not cache.has(write.chunk):  # the chunk's other copy may be left
+                chunk = cache.kept(key) or (cache.lookup(key) if cache.in_window(key) else None)
+            if chunk is None:
+                self.evicted_chunks += 1
                 del self._waiting[key]
-                return write
-            if key in cache:
+                continue
+            if cache.hold(chunk, writer, (_OWNER, key), owner=_OWNER):
+                del self._waiting[key]
+                return replace(write, chunk=chunk)
+            if chunk == write.chunk:
                 return None
-            self.evicted_chunks += 1
-            del self._waiting[key]
         return None
 
     def done(self, write: DiskWrite, cache: ChunkCache, writer: ProcessId) -> None:
@@ -145,6 +151,7 @@ class DiskWriter:
         self._stopped = stopped
         self._me = ProcessId.current()
         self._warned = False
+        self._work = RepeatedWork(_LOG)
         self._tier: DiskTier | None = None
         if config.disk_folder is not None:
             try:
@@ -180,14 +187,20 @@ class DiskWriter:
                         if not self._stopped.is_set():  # checked under the lock, or the notification could be missed
                             self._lock.wait()
                         continue
-                if unusable is not None:
-                    tier.discard(unusable)
-                    with self._lock:
-                        self.backlog.removed(unusable)
-                elif write is not None:
-                    self._write(tier, write)
+                with self._work.turn("keeping chunks on disk"):
+                    if unusable is not None:
+                        self._remove(tier, unusable)
+                    elif write is not None:
+                        self._write(tier, write)
         finally:
             tier.close()
+
+    def _remove(self, tier: DiskTier, key: bytes) -> None:
+        try:
+            tier.discard(key)
+        finally:
+            with self._lock:
+                self.backlog.removed(key)
 
     def _write(self, tier: DiskTier, write: DiskWrite) -> None:
         try:

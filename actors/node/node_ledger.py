@@ -187,6 +187,11 @@ class NodeLedger:
         return True
 
     @property
+    def promised_bytes(self) -> int:
+        """Memory that the loads here have still to take for tensors."""
+        return sum(load.promised_bytes for load in self._loads.values())
+
+    @property
     def is_busy(self) -> bool:
         """True when any load is here or asks to be, or a process of a worker group holds a rank."""
         return bool(self._loads or self._asking or self._members)

@@ -94,6 +94,11 @@ class NodeLoad:
         return self._flow.sources.store_bytes
 
     @property
+    def promised_bytes(self) -> int:
+        """Host memory that the ranks have still to take for tensors, as far as they have not placed their chunks."""
+        return 0 if self.error else int(self.job.host_bytes * self._flow.queue.share_left)
+
+    @property
     def complete(self) -> bool:
         """True when every rank is present and has everything."""
         return self._flow.queue.complete

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import os
 import threading
@@ -30,7 +31,7 @@ from storage.arena.arena_files import (
     window_slots,
 )
 from storage.arena.chunk_cache import ChunkCache
-from storage.errors import ArenaCorrupt, ArenaTooSmall, LongshoreError
+from storage.errors import ArenaCorrupt, ArenaError, ArenaTooSmall, LongshoreError
 from storage.host.memory import (
     GpuMemory,
     MemoryPool,
@@ -177,6 +178,7 @@ def _with_memory(rank: RankBeat) -> RankBeat:
     return replace(rank, own_bytes=own_bytes(rank.pid)) if rank.pid else rank
 
 
+_LOG = logging.getLogger("longshore.agent")
 ROOM_EVERY_S = 0.05  # measuring takes about 0.1 ms
 ROOM_MARGIN_BYTES = 64 << 20  # kept chunks take memory down to this above the floor, and give it back below the floor
 LEFT_IN_SHM = 1 / 32  # of its file system: others would get a SIGBUS for a page that they cannot have
@@ -185,12 +187,16 @@ LEFT_IN_SHM = 1 / 32  # of its file system: others would get a SIGBUS for a page
 class KeptMemory:
     """The memory of kept chunks: it grows while the host has some to spare, and is given back when it has not."""
 
-    def __init__(self, config: Config, arena: Arena, cache: ChunkCache, lock: threading.Condition) -> None:
-        """`lock` is the agent's, around the cache."""
+    def __init__(
+        self, config: Config, arena: Arena, cache: ChunkCache, ledger: NodeLedger, lock: threading.Condition
+    ) -> None:
+        """`lock` is the agent's, around cache and ledger."""
         self._config = config
         self._arena = arena
         self._cache = cache
+        self._ledger = ledger
         self._lock = lock
+        self._promised_bytes = 0  # as the ledger said last
         self._directory = os.path.dirname(arena.path)
         self._left_above = ray_kills_above(os.environ)
         info = os.statvfs(self._directory)
@@ -211,14 +217,15 @@ class KeptMemory:
         now_s = time.monotonic()
         if now_s - self._measured_s >= ROOM_EVERY_S:
             self._measured_s = now_s
+            self._promised_bytes = self._ledger.promised_bytes
             self._cache.may_grow = self._spare_bytes() > self._margin_bytes
 
     def give_back(self) -> None:
         """Give memory back if the host lacks some, or nobody used a kept chunk for `cache_idle_s`. Takes the lock."""
+        with self._lock:
+            stats, self._promised_bytes = self._cache.stats(), self._ledger.promised_bytes
         if self._spare_bytes() < 0:
             self._shrink(lambda: self._spare_bytes() > self._margin_bytes)
-        with self._lock:
-            stats = self._cache.stats()
         used, now_s = (stats.hits, stats.committed), time.monotonic()
         if used != self._used:
             self._used, self._used_s = used, now_s
@@ -226,8 +233,12 @@ class KeptMemory:
             self._shrink(lambda: False)
 
     def make_room(self, host_bytes: int) -> None:
-        """Give back so much that tensors of `host_bytes` find memory beside it. Takes the lock."""
+        """Give back so much that `host_bytes` of tensors find memory beside it, and those of other loads. Takes the
+        lock.
+        """
         if host_bytes:
+            with self._lock:
+                self._promised_bytes = self._ledger.promised_bytes
             self._shrink(lambda: self._host_spare_bytes() >= host_bytes)
 
     def _shrink(self, enough: Callable[[], bool]) -> None:
@@ -236,7 +247,13 @@ class KeptMemory:
                 lease = self._cache.shrink(ProcessId.current())
             if lease is None:
                 return
-            self._arena.give_back(lease.slot)  # without the lock: it takes a millisecond
+            try:
+                self._arena.give_back(lease.slot)  # without the lock: it takes a millisecond
+            except ArenaError as error:
+                _LOG.warning("%s", error)
+                with self._lock:
+                    self._cache.abandon(lease.lease_id)  # it keeps its memory
+                return
             with self._lock:
                 self._cache.shrunk(lease)
 
@@ -248,12 +265,18 @@ class KeptMemory:
             return 0
 
     def _host_spare_bytes(self) -> int:
-        """Return the memory that can be taken before the host's floor, or Ray's threshold, is reached."""
+        """Return the memory that can be taken before the host's floor, or Ray's threshold, is reached.
+
+        What loads here have still to take for tensors is not theirs to take.
+        """
         floor_bytes = min(self._config.host_reserve_bytes, LEFT_BYTES)
         try:
-            return min(
-                pool.free_bytes - max(floor_bytes, int(pool.total_bytes * (1 - self._left_above)))
-                for pool in memory_pools()
+            return (
+                min(
+                    pool.free_bytes - max(floor_bytes, int(pool.total_bytes * (1 - self._left_above)))
+                    for pool in memory_pools()
+                )
+                - self._promised_bytes
             )
         except OSError:
             return 0  # nobody knows: keep nothing more, and give nothing back

@@ -15,7 +15,7 @@ slot is written only under a lease and read only under it or between `readable` 
 no thread touches one.
 
 `ArenaMaps` holds the arenas that the process has mapped. Its ranks share a mapping. Mapping the pages of an arena
-again costs 0.1 CPU s per GB, so a process that is kept warm keeps its mapping too.
+again costs 0.2 CPU s per GB (`bench/memory.py`), so a process that is kept warm keeps its mapping too.
 """
 
 from __future__ import annotations

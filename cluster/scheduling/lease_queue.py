@@ -54,6 +54,11 @@ class RankNeeds:
         """Return whether every rank is present and has placed everything."""
         return len(self.present) == len(self.left) and not any(self.left.values())
 
+    @property
+    def share_left(self) -> float:
+        """Return which part of what the ranks touch is not placed: 1.0 at the beginning, 0.0 at the end."""
+        return sum(self.left.values()) / max(1, sum(map(len, self._wants.values())))
+
     def begin_anew(self, rank: int) -> None:
         """Mark the rank as present, with nothing placed, and nothing asked for."""
         self.present.add(rank)
@@ -275,6 +280,11 @@ class LeaseQueue:
     def placed_chunks(self, rank: int) -> int:
         """Return how many chunks the rank has placed. With `on_demand` that is not counted: 0."""
         return 0 if self._on_demand else len(self._ranks.wants(rank)) - self._ranks.left[rank]
+
+    @property
+    def share_left(self) -> float:
+        """Return which part of what the ranks touch is not placed: 1.0 at the beginning, 0.0 at the end."""
+        return self._ranks.share_left
 
     @property
     def complete(self) -> bool:

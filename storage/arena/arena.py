@@ -12,7 +12,7 @@ The other slots are kept slots. They are in up to 32 sparse files beside it, dea
 are written with `keep` and read with `read`. They are several files because the kernel lets one process at a time write
 to a file (`shmem_file_write_iter` holds the inode's lock).
 
-The window has all its memory before it is used, and keeps it. Working in the same few pages costs a tenth of touching
+The window has all its memory before it is used, and keeps it. Working in the same few pages costs a fifth of touching
 new ones, which every process would have to map as well. A kept slot has memory only while it holds a chunk. When
 memory runs out, a chunk is not kept. Nobody who writes or reads there can get a SIGBUS.
 
@@ -347,8 +347,8 @@ class Arena:
     def slot(self, index: int) -> memoryview:
         """Return a writable view of a slot of the window, exactly `slot_bytes` long. Release or drop it when done.
 
-        The first call maps all pages of the slot at once. That costs 0.1 CPU s per GB, and a page fault for each
-        page would cost 0.35.
+        The first call maps all pages of the slot at once. That costs less than a page fault for each page
+        (`bench/memory.py`).
         """
         if not 0 <= index < self.window_slots:
             raise IndexError(f"slot {index} of the window's {self.window_slots}")

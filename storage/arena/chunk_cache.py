@@ -388,6 +388,10 @@ class ChunkCache:
         """Return whether `lookup` finds the chunk."""
         return key in self._table.window.by_key
 
+    def has(self, chunk: CachedChunk) -> bool:
+        """Return whether this copy of the chunk is still in its slot."""
+        return self._table.has(chunk)
+
     def __contains__(self, key: object) -> bool:
         return key in self._table.window.by_key or key in self._table.kept.by_key
 

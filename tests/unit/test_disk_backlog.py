@@ -82,6 +82,27 @@ def test_a_chunk_in_a_new_slot_is_written_from_that_slot() -> None:
     assert write.chunk == again
 
 
+def test_a_chunk_whose_kept_copy_was_evicted_is_written_from_the_window() -> None:
+    backlog, cache = DiskBacklog(Shelf()), ChunkCache(6, window_slots=4)
+    assert cache.reserve("load", 2)
+    for number in (1, 2):
+        lease = cache.lease(key(number), RANK, 10, owner="load", keep=True)
+        assert lease is not None
+        cache.commit(lease.lease_id, 1, ("rank",), kept=True)
+        kept = cache.kept(key(number))
+        assert kept is not None
+        backlog.keep(DiskWrite(kept))
+    freed = cache.shrink(WRITER)
+    assert freed is not None
+    cache.shrunk(freed)
+    first, second = backlog.next(cache, WRITER), backlog.next(cache, WRITER)
+    assert first is not None
+    assert second is not None
+    assert first.chunk == cache.lookup(key(1))
+    assert second.chunk == cache.kept(key(2))
+    assert backlog.unkept_chunks == 0
+
+
 def test_disk_writes_wait_for_a_load_that_needs_all_slots() -> None:
     backlog, cache = DiskBacklog(Shelf()), ChunkCache(2)
     assert cache.reserve("load", 2)

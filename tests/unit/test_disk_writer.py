@@ -7,11 +7,13 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.fit.needs import min_slots
 from storage.disk.files import SUBFOLDER, chunk_name
+from storage.disk.tier import DiskTier
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.disk_chunks import chunks_in
@@ -166,6 +168,24 @@ def test_a_full_disk_fails_no_load_and_is_logged_once(
     assert [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()]
     assert len(caplog.records) == 1
     assert not chunks_in(str(tmp_path / SUBFOLDER))
+
+
+def test_an_error_of_one_chunk_leaves_the_others(
+    shm_dir: Path, tmp_path: Path, objects: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failed = DiskTier.write, []
+
+    def write(tier: DiskTier, *chunk: Any) -> Any:
+        if not failed:
+            failed.append(chunk)
+            raise MemoryError
+        return real(tier, *chunk)
+
+    monkeypatch.setattr(DiskTier, "write", write)
+    with node_with(shm_dir, tmp_path) as node:
+        _, report = node.load(plan_of(objects, (1, 2, 1), CHUNK_BYTES), MemoryStore(objects))
+        on_disk = report.needed_chunks - 1
+        eventually(lambda: len(chunks_in(str(tmp_path / SUBFOLDER))) == on_disk, "the others did not come to disk")
 
 
 def test_an_unusable_folder_is_logged_and_fails_no_load(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.disk_chunks import chunks_in
 from tests.support.faulty_stores import WrappedStore
-from tests.support.local_node import SLOT_BYTES, Belongings, LocalNode, local_node, plan_of
+from tests.support.local_node import SLOT_BYTES, Belongings, LocalNode, local_node, plan_of, start_all
 from tests.support.ray_clusters import eventually
 from tests.support.reference_slices import check_exact
 
@@ -164,6 +166,56 @@ def test_a_load_that_needs_memory_gets_it_before_it_begins(shm_dir: Path, object
         assert kept_bytes(node) < HEADER_BYTES
 
 
+def may_grow(node: LocalNode) -> bool:
+    with node.agent._changed:
+        node.agent._kept.look()
+        return node.agent._ledger._cache.may_grow
+
+
+def test_kept_chunks_leave_memory_that_tensors_will_take(shm_dir: Path, objects, monkeypatch) -> None:
+    plan, host = plan_of(objects, (1, 2, 1), CHUNK_BYTES), Host(monkeypatch)
+    with node_with(shm_dir) as node:
+        host.free_bytes = (1 << 30) + node_resources.LEFT_BYTES + node_resources.ROOM_MARGIN_BYTES
+        assert may_grow(node)
+        load_id = node.begin(plan, host_bytes=1 << 30)
+        assert not may_grow(node)
+        ranks = node.ranks(plan, MemoryStore(objects), load_id)
+        for thread in start_all(ranks):
+            thread.join()
+        check_exact(ranks, objects, fsdp=2)
+        assert may_grow(node)  # all is placed: what is free now is nobody's
+
+
+def test_memory_that_cannot_be_given_back_stays_in_use(shm_dir: Path, objects, monkeypatch, caplog) -> None:
+    plan, host = plan_of(objects, (1, 2, 1), CHUNK_BYTES), Host(monkeypatch)
+    with node_with(shm_dir) as node:
+        node.load(plan, MemoryStore(objects))
+        before = kept_bytes(node)
+        with monkeypatch.context() as broken:
+            broken.setattr(mmap, "mmap", lambda *_, **__: os.stat("/no such file"))
+            host.free_bytes = 1 << 30
+            node.agent._kept.make_room(1 << 40)
+            host.free_bytes = 1 << 40
+        assert "cannot give back memory of the arena" in caplog.text
+        assert kept_bytes(node) == before
+        node.agent._kept.make_room(1 << 50)
+        assert kept_bytes(node) < HEADER_BYTES
+
+
+def test_kept_chunks_are_free_for_others_when_all_loads_have_them(shm_dir: Path, objects) -> None:
+    """Of two loads at once, one reads the kept copy of a chunk, and the other copies it from the window."""
+    plan, store = plan_of(objects, (1, 2, 1), CHUNK_BYTES), MemoryStore(objects)
+    with local_node(shm_dir, 2 * WINDOW + 64, window_bytes=2 * WINDOW * SLOT_BYTES) as node:
+        node.load(plan, store)
+        loads = [node.begin(plan), node.begin(plan)]
+        ranks = [rank for load_id in loads for rank in node.ranks(plan, store, load_id)]
+        for thread in start_all(ranks):
+            thread.join()
+        for pair in (ranks[:2], ranks[2:]):
+            check_exact(pair, objects, fsdp=2)
+        assert node.agent._ledger._cache.stats().kept_in_use_slots == 0
+
+
 def test_chunks_that_nobody_uses_are_given_back(shm_dir: Path, objects) -> None:
     with node_with(shm_dir, cache_idle_s=0.2) as node:
         node.load(plan_of(objects, (1, 2, 1), CHUNK_BYTES), MemoryStore(objects))
@@ -185,3 +237,22 @@ def test_the_disk_tier_is_written_from_kept_chunks(shm_dir: Path, tmp_path: Path
         ranks, report = node.load(plan, MemoryStore({}))
         check_exact(ranks, objects, fsdp=2)
         assert report.disk_chunks == report.needed_chunks
+
+
+def test_a_model_that_is_on_disk_and_larger_than_the_limit_evicts_nothing(
+    shm_dir: Path, tmp_path: Path, objects: Mapping[str, bytes]
+) -> None:
+    small = flat_objects(tensors=2, rows=256, seed=5)
+    large_plan, small_plan = plan_of(objects, (1, 2, 1), CHUNK_BYTES), plan_of(small, chunk_bytes=CHUNK_BYTES)
+    disk = tmp_path / "disk"
+    with node_with(shm_dir, disk_cache_dir=str(disk), disk_cache_bytes=1 << 24) as node:
+        _, report = node.load(large_plan, MemoryStore(objects))
+        eventually(lambda: len(chunks_in(str(disk / SUBFOLDER))) == report.needed_chunks, "not all came to disk")
+    with node_with(shm_dir, kept_slots=8, disk_cache_dir=str(disk), disk_cache_bytes=1 << 24) as node:
+        for _ in range(2):
+            node.load(small_plan, MemoryStore(small))
+        ranks, report = node.load(large_plan, MemoryStore({}))
+        check_exact(ranks, objects, fsdp=2)
+        assert report.disk_chunks == report.needed_chunks
+        _, report = node.load(small_plan, MemoryStore({}))
+        assert report.cached_chunks == report.needed_chunks

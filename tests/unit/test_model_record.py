@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.coordination.model_record import ModelRecord
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.errors import DoesNotFit, LayoutError, UnknownFamily
 from cluster.options import LoadOptions
 from cluster.request import LoadRequest, make_request
@@ -53,6 +53,19 @@ def test_a_refusal_stays_until_its_holders_received_it() -> None:
     assert not record.is_answered_by(asked(RULES))
     record.holders = record.holders.drop("client")
     assert record.is_answered_by(asked(RULES))
+
+
+def test_memory_that_workers_have_is_not_taken_again() -> None:
+    record = ModelRecord("m-1", asked(), Life.new(2), Holders())
+    record.place(Placement(rank, "node", "host", None) for rank in range(2))
+    record.host_bytes = {0: 100, 1: 50}
+    assert record.bytes_to_take(record.on("node")) == 150
+    record.placements[0].placed_bytes = 30  # there is no plan: it counts as it is
+    assert record.bytes_to_take(record.on("node")) == 120
+    record.kept_bytes = {"node": 60}  # by warm workers, which the first rank has filled in part
+    assert record.bytes_to_take(record.on("node")) == 90
+    record.kept_bytes = {"node": 1000}
+    assert record.bytes_to_take(record.on("node")) == record.bytes_to_take([]) == 0
 
 
 def test_a_running_load_is_not_a_refusal() -> None:
