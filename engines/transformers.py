@@ -81,7 +81,8 @@ def from_pretrained(
         trust_remote_code: Fetch the model's `.py` files and let transformers run them.
         settings: Settings of Longshore; None reads them from the environment.
         options: Passed on to transformers' `from_pretrained`: `dtype`, `device_map`, `quantization_config`,
-            `distributed_config`, `attn_implementation`, `config`, ...
+            `distributed_config`, `attn_implementation`, `config`, ... Fields of the config, such as `num_labels`,
+            change it, if `config` is not among them.
 
     Returns:
         The model. `model.name_or_path` is a local folder with config and tokenizer, for `AutoTokenizer`.
@@ -115,8 +116,9 @@ def from_pretrained(
     source = read_source(folder)
     config = options.pop("config", None)
     if config is None:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = _read_config(folder, options, trust_remote_code=trust_remote_code)
     chosen = _class_of(model_class, config, folder, trust_remote_code=trust_remote_code)
+    config = _config_for(chosen, config)
     given |= {"revision": source.revision if source else revision, **_group(options)}
     tells = options.pop("output_loading_info", False)
     with safe_open(model_uri, **given) as opened:
@@ -132,13 +134,53 @@ def from_pretrained(
             uri=os.fspath(model_uri),
         )
     model.name_or_path = model.config._name_or_path = folder
-    if model.can_generate() and os.path.exists(os.path.join(folder, "generation_config.json")):
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    if hasattr(model, "adjust_generation_fn") and options.get("generation_config") is None:
+        model.adjust_generation_fn(  # as transformers does for a model from a folder
+            generation_config=None,
+            from_auto_class=False,
+            from_pipeline=False,
+            pretrained_model_name_or_path=folder,
+            cache_dir=None,
+            force_download=False,
+            proxies=None,
+            local_files_only=True,
+            token=None,
+            revision=None,
+            subfolder="",
+            trust_remote_code=trust_remote_code,
+        )
     return (model, info) if tells else model
 
 
 def _weights(opened: OpenModel) -> dict[str, _Weight]:
     return {name: _Weight(opened, opened._tensor(name)) for name in opened.offset_keys()}
+
+
+# Arguments of transformers' `from_pretrained` that a config has a field for too
+_LOADING = {"dtype", "torch_dtype", "attn_implementation", "experts_implementation", "quantization_config"}
+
+
+def _read_config(folder: str, options: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    """Return the folder's config, changed by those `options` that are fields of it. They are taken out."""
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    own = {name: options.pop(name) for name in list(options) if name not in _LOADING and hasattr(config, name)}
+    if not own:
+        return config
+    return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **own)
+
+
+def _config_for(chosen: Any, config: Any) -> Any:
+    """Return the part of the config that the class takes: for a language model, that of a model of text and images.
+
+    As transformers' Auto classes do.
+    """
+    parts = getattr(config, "sub_configs", {})
+    if parts.get("text_config") is None or getattr(chosen, "config_class", None) is not parts["text_config"]:
+        return config
+    text = config.get_text_config()
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantization
+    return text
 
 
 def _class_of(asked: Any, config: Any, folder: str, *, trust_remote_code: bool) -> Any:

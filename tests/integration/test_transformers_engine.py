@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -77,6 +78,62 @@ def test_options_of_transformers_are_passed_on(tmp_path: Path) -> None:
     model, info = from_pretrained(folder, settings=SETTINGS, output_loading_info=True)
     assert not info["missing_keys"]
     assert model.can_generate()
+
+
+def test_the_language_part_of_a_model_of_text_and_images(tmp_path: Path) -> None:
+    """An Auto class for language models takes its config out of the whole model's."""
+    import transformers
+
+    from engines.transformers import from_pretrained
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    linear = {f"linear_{part}_head_dim": 8 for part in ("key", "value")} | {"linear_num_key_heads": 2}
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, **heads, **linear}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(
+        text_config={**text, "linear_num_value_heads": 4, "full_attention_interval": 2}, vision_config=vision
+    )
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "qwen")
+    ours = from_pretrained(tmp_path / "qwen", transformers.AutoModelForCausalLM, settings=SETTINGS)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qwen")
+    assert type(ours) is type(theirs) is transformers.Qwen3_5ForCausalLM
+    check_same(ours, theirs)
+
+
+def test_fields_of_the_config_are_options(tmp_path: Path) -> None:
+    import transformers
+
+    from engines.transformers import from_pretrained
+
+    folder = save("llama", tmp_path / "llama")
+    kind = transformers.AutoModelForSequenceClassification
+    ours = from_pretrained(folder, kind, settings=SETTINGS, num_labels=3, dtype="auto")
+    assert ours.score.weight.shape[0] == 3
+    assert len(ours.config.id2label) == 3
+
+
+def test_generation_settings_are_those_of_transformers(tmp_path: Path) -> None:
+    """From their own file, from an old config.json, or given."""
+    import transformers
+
+    from engines.transformers import from_pretrained
+
+    folder = save("llama", tmp_path / "llama")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_beams": 3, "length_penalty": 0.5}))
+    own = json.loads((folder / "generation_config.json").read_text())
+    for said in ({**own, "temperature": 0.25, "do_sample": True}, None):
+        if said is None:
+            (folder / "generation_config.json").unlink()
+        else:
+            (folder / "generation_config.json").write_text(json.dumps(said))
+        ours, theirs = from_pretrained(folder, settings=SETTINGS), transformers.LlamaForCausalLM.from_pretrained(folder)
+        assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert ours.generation_config.num_beams == 3
+    given = transformers.GenerationConfig(max_new_tokens=7)
+    ours = from_pretrained(folder, settings=SETTINGS, generation_config=given)
+    assert ours.generation_config.max_new_tokens == 7
+    assert ours.generation_config.num_beams != 3
 
 
 def test_weights_that_do_not_match_the_config_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
