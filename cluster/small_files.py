@@ -5,8 +5,13 @@ Engines want a folder with `config.json` and the tokenizer. `config_folder` make
     s3://models/llama                 ~/.cache/longshore/configs/llama-<revision>-<options>
       config.json            ------>    config.json            (verified)
       tokenizer.json         ------>    tokenizer.json         (verified)
-      model-0000*.safetensors           (no weights)
+      2_Dense/model.safetensors         2_Dense/...            (small weights that engines read by themselves)
+      model-0000*.safetensors           longshore-headers.safetensors    names, dtypes and shapes, and no weights
                                         longshore.json         URI, revision and options of the store
+
+Engines read the headers of weights when they make their configuration: a checkpoint with an `lm_head` of its own has no
+tied embeddings, and of a quantized one only some layers are quantized. A file of headers alone tells them that; whoever
+tries to load weights from it gets an error.
 
 A loader of an engine finds `longshore.json` in the folder (`read_source`), and so the weights. Draft models and several
 models of one process each have a folder of their own.
@@ -17,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -37,17 +43,23 @@ from cluster.request import make_request
 from storage.checkpoints.checkpoint import read_other_file
 from storage.checkpoints.manifest import is_safe_path
 from storage.checkpoints.model_index import OtherFile
-from storage.problems import quote
+from storage.checkpoints.safetensors_header import encode_header
+from storage.problems import MAX_LISTED, quote
 from storage.stores.open_store import open_store
 
 SOURCE_KEY = "longshore.json"
+HEADERS_KEY = "longshore-headers.safetensors"
 LOAD_FORMAT = "longshore"  # of vLLM (`engines.vllm`)
 MAX_FILE_BYTES = 64 << 20  # of one file; a large tokenizer.json has 35 MB
 MAX_TOTAL_BYTES = 256 << 20
 MAX_SOURCE_BYTES = 64 << 10
+_FORM = 2  # what folders have; folders of an earlier form are made anew
 # What engines read beside the weights. Anything else stays in the store: images, other weights, pickles.
 SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")
 CODE = ".py"
+# In a folder of their own: what engines read by themselves. Larger ones are left in the store.
+NESTED_WEIGHTS = re.compile(r".+/[^/]+\.safetensors")
+_LOG = logging.getLogger("longshore.config_folder")
 _WEIGHT_INDEX = re.compile(r".*\.(?:safetensors|bin|pt|msgpack)\.index\.json")
 OPTIONS = ("endpoint_url", "region", "profile", "anonymous", "trusted_keys", "signed_name")
 
@@ -127,6 +139,10 @@ def config_folder(
         kept["trusted_keys"] = list(request.trusted_keys)
     source = ModelSource(request.uri, index.revision, kept)
     files = _wanted(index.files, code=code, uri=request.uri)
+    left = sorted({file.key for file in index.files if NESTED_WEIGHTS.fullmatch(file.key)} - {f.key for f in files})
+    if left:
+        names = ", ".join(map(quote, left[:MAX_LISTED]))
+        _LOG.warning("left in the store: %s. An engine that reads them by itself does not find them", names)
     path = _default_folder(source, code=code) if folder is None else os.path.abspath(os.fspath(folder))
     if folder is None and os.path.exists(os.path.join(path, SOURCE_KEY)):
         return path
@@ -143,6 +159,8 @@ def config_folder(
                 target = os.path.join(new, *file.key.split("/"))
                 os.makedirs(os.path.dirname(target), exist_ok=True)
                 Path(target).write_bytes(read_other_file(store, file))
+        headers = encode_header((tensor.name, tensor.dtype, tensor.shape) for tensor in index.tensors)
+        Path(new, HEADERS_KEY).write_bytes(headers)
         Path(new, SOURCE_KEY).write_text(json.dumps(asdict(source), indent=2) + "\n")
         with contextlib.suppress(OSError):
             os.rmdir(path)  # an empty one
@@ -189,7 +207,7 @@ def _wanted(files: Sequence[OtherFile], *, code: bool, uri: str) -> list[OtherFi
         file
         for file in files
         if file.key.endswith(suffixes) and is_safe_path(file.key) and not _WEIGHT_INDEX.fullmatch(file.key)
-        if file.key != SOURCE_KEY
+        if file.key not in (SOURCE_KEY, HEADERS_KEY)
     ]
     if not any(file.key == CONFIG_KEY for file in found):
         raise ModelConfigError(
@@ -202,12 +220,18 @@ def _wanted(files: Sequence[OtherFile], *, code: bool, uri: str) -> list[OtherFi
             uri=uri,
             most_bytes=MAX_FILE_BYTES if large else MAX_TOTAL_BYTES,
         )
+    room_bytes = MAX_TOTAL_BYTES - sum(file.size_bytes for file in found)
+    for file in files:
+        is_small = file.size_bytes <= min(MAX_FILE_BYTES, room_bytes)
+        if is_small and NESTED_WEIGHTS.fullmatch(file.key) and is_safe_path(file.key):
+            room_bytes -= file.size_bytes
+            found.append(file)
     return found
 
 
 def _default_folder(source: ModelSource, *, code: bool) -> str:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", source.model_uri.rstrip("/").rpartition("/")[2])[:60] or "model"
-    about = json.dumps([source.model_uri, source.options, code], sort_keys=True)
+    about = json.dumps([source.model_uri, source.options, code, _FORM], sort_keys=True)
     digest = hashlib.blake2b(about.encode(), digest_size=6).hexdigest()
     return os.path.join(base, "longshore", "configs", f"{name}-{source.revision[:12]}-{digest}")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.config import LoadConfig, ModelConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
-from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
+from cluster.small_files import HEADERS_KEY, LOAD_FORMAT, OPTIONS, ModelSource, read_source
 from engines import warn_of_version
 from storage.errors import LongshoreError
 from storage.host.processes import pid_namespace
@@ -58,7 +58,8 @@ def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
             hint=f"known are {', '.join(sorted(_KEYS))}",
         )
     found = read_source(folder)
-    if found is None and os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder)):
+    files = os.listdir(folder) if found is None and os.path.isdir(folder) else []
+    if any(name.endswith(".safetensors") and name != HEADERS_KEY for name in files):
         found = ModelSource(folder, "", {})
     if "model_uri" in extra:
         if found is not None:
@@ -81,15 +82,21 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         super().__init__(load_config)
         self._extra = dict(load_config.model_loader_extra_config or {})
         self._opened: list[OpenModel] = []
+        self._alone = False
         warn_of_version("vLLM", vllm.__version__, TESTED, _LOG)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Do nothing: there is no download."""
 
-    def load_model(self, *given: Any, **options: Any) -> torch.nn.Module:
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
         """Return the model with its weights. Online quantization reads the last ones when `load_weights` is done."""
+        # A draft model that alone has this format may be on some workers only, and a group would wait for the others.
+        self._alone = vllm_config.load_config.load_format != LOAD_FORMAT
+        drafting = vllm_config.speculative_config
+        if drafting is not None and model_config.model != drafting.target_model_config.model:
+            self._extra.pop("model_uri", None)  # the target's
         try:
-            model: torch.nn.Module = super().load_model(*given, **options)
+            model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
             return model
         finally:
             self.close()
@@ -149,7 +156,8 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
 
     def _open(self, source: ModelSource) -> OpenModel:
         options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}
-        self._opened.append(safe_open(source.model_uri, **options, **group_of_engine()))
+        group = {} if self._alone else group_of_engine()
+        self._opened.append(safe_open(source.model_uri, **options, **group))
         return self._opened[-1]
 
 

@@ -46,6 +46,10 @@ MODELS = {
     "qwen3_moe": {"num_key_value_heads": 2},
     "phi3": {},  # q, k and v in one, gate and up in one
 }
+# Arguments of vLLM that divide a model over two workers
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+PIPELINE = {"pipeline_parallel_size": 2}
+EXPERTS = {**TENSOR, "enable_expert_parallel": True}
 SETTINGS = {"arena_bytes": 256 << 20, "window_bytes": 128 << 20}
 OPTIONS = {"enforce_eager": True, "max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
 
@@ -75,9 +79,10 @@ class Engine:
         }
 
     def start(
-        self, model: str | Path, load_format: str, ranks: int = 1, **variables: str
+        self, model: str | Path, load_format: str, more: Mapping[str, Any] = {}, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        options = json.dumps({**OPTIONS, "load_format": load_format, "tensor_parallel_size": ranks})
+        """`more`: further arguments of vLLM."""
+        options = json.dumps({**OPTIONS, "load_format": load_format, **more})
         said = ("--tokens", "1", "5", "7", "9", "--count", "8", "--options", options)
         return subprocess.run(
             [self.python, REPOSITORY / "examples/vllm_generate.py", str(model), *said],
@@ -89,9 +94,9 @@ class Engine:
             check=False,
         )
 
-    def tokens(self, model: str | Path, load_format: str, ranks: int = 1, **variables: str) -> list[int]:
-        """The tokens that the model writes. Afterwards `read_bytes` has what each rank has read, as the log says."""
-        done = self.start(model, load_format, ranks, **variables)
+    def tokens(self, model: str | Path, load_format: str, more: Mapping[str, Any] = {}, **variables: str) -> list[int]:
+        """The tokens that the model writes. Afterwards `read_bytes` has what each load has read, as the log says."""
+        done = self.start(model, load_format, more, **variables)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
         assert found is not None, done.stdout[-3000:]
@@ -125,11 +130,13 @@ def engine(tmp_path: Path, s3_server: Any) -> Engine:
     return engine_of("vllm", tmp_path, s3_server)
 
 
-def stored(server: Any, folder: Path, family: str) -> StoredModel:
-    """Publish a tiny model of the family."""
-    sizes = {name: size for name, size in {**HEADS, **MODELS[family]}.items() if family != "phi3" or name != "head_dim"}
-    make_tiny(family, **sizes).save_pretrained(folder, max_shard_size=1_000_000)
-    return publish_to(server, folder, f"vllm-{family}-{os.getpid()}")
+def stored(server: Any, folder: Path, family: str, **more: int) -> StoredModel:
+    """Publish a tiny model of the family. `more`: of its config."""
+    sizes = {**HEADS, **MODELS[family], **more}
+    make_tiny(
+        family, **{name: size for name, size in sizes.items() if family != "phi3" or name != "head_dim"}
+    ).save_pretrained(folder, max_shard_size=1_000_000)
+    return publish_to(server, folder, f"vllm-{folder.name}-{os.getpid()}")
 
 
 def config_folder(model: StoredModel, proxy: CountingProxy, where: Path) -> str:
@@ -140,28 +147,56 @@ def config_folder(model: StoredModel, proxy: CountingProxy, where: Path) -> str:
         return cluster.config_folder(model.uri, where, endpoint_url=proxy.endpoint_url, region=model.server.region)
 
 
-def check_tokens(engine: Engine, server: Any, folder: Path, family: str, ranks: int) -> None:
+def chunks_read(proxy: CountingProxy) -> list[tuple[str, tuple[int, int]]]:
+    """Return path and range of each request for weights."""
+    read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
+    return [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
+
+
+def check_tokens(engine: Engine, server: Any, folder: Path, family: str, split: Mapping[str, Any]) -> None:
     """Compare with vLLM's own loader, and count what the store is asked for."""
-    model = stored(server, folder / family, family)
+    model, ranks = stored(server, folder / family, family), 2 if split else 1
     with CountingProxy(server.endpoint_url) as proxy:
         store = {"AWS_ENDPOINT_URL": proxy.endpoint_url, "AWS_DEFAULT_REGION": server.region}
-        ours = engine.tokens(model.uri, "longshore", ranks, **store)
-        read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
-    weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
+        ours = engine.tokens(model.uri, "longshore", split, **store)
+        weights = chunks_read(proxy)
     assert len(weights) == len(set(weights)) > 0  # each chunk once, whatever the number of ranks
     model_bytes = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
     assert len(engine.read_bytes) == ranks
     assert model_bytes * 0.9 < sum(engine.read_bytes) <= model_bytes * 1.1  # norms are read by every rank
     assert max(engine.read_bytes) <= model_bytes * (1 if ranks == 1 else 0.55)
-    assert ours == engine.tokens(folder / family, "auto", ranks)
+    assert ours == engine.tokens(folder / family, "auto", split)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("family", sorted(MODELS))
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        *[pytest.param(family, {}, id=f"{family}-alone") for family in sorted(MODELS)],
+        *[pytest.param(family, TENSOR, id=f"{family}-tensor") for family in sorted(MODELS)],
+        pytest.param("llama", PIPELINE, id="llama-pipeline"),
+        pytest.param("qwen3_moe", EXPERTS, id="qwen3_moe-experts"),
+    ],
+)
 def test_tokens_are_those_of_vllms_own_loader(
-    engine: Engine, s3_server: Any, tmp_path: Path, family: str, ranks: int
+    engine: Engine, s3_server: Any, tmp_path: Path, family: str, split: dict[str, Any]
 ) -> None:
-    check_tokens(engine, s3_server, tmp_path, family, ranks)
+    check_tokens(engine, s3_server, tmp_path, family, split)
+
+
+def test_a_draft_model_is_loaded_from_where_its_folder_says(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
+    """Each chunk of both models is read once, and the tokens are those of the target."""
+    target = stored(s3_server, tmp_path / "llama", "llama")
+    draft = stored(s3_server, tmp_path / "draft", "llama", num_hidden_layers=1)
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        own, ours = both_ways(target.folder, config_folder(target, proxy, tmp_path / "config"))
+        small = config_folder(draft, proxy, tmp_path / "config-draft")
+        speculative = {"method": "draft_model", "model": small, "num_speculative_tokens": 2}
+        found = engine.answers([own, {**ours, "speculative_config": speculative}])
+        weights = chunks_read(proxy)
+    assert found[1] == found[0]
+    assert "tokens" in found[0]
+    assert len(weights) == len(set(weights))
+    assert len({path for path, _ in weights}) == sum(len(list(m.folder.glob("*.safetensors"))) for m in (target, draft))
 
 
 def test_the_agent_of_a_ray_cluster_is_the_host(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
@@ -180,13 +215,13 @@ def test_the_agent_of_a_ray_cluster_is_the_host(engine: Engine, s3_server: Any, 
         stack.callback(ray.shutdown)
         stack.callback(disconnect)
         with cluster.load(small.uri, device="cpu", address=there.address, **small.options):  # no idle agent ends
-            check_tokens(engine, s3_server, tmp_path, "llama", 2)
+            check_tokens(engine, s3_server, tmp_path, "llama", TENSOR)
         assert not list(Path(place, "longshore").glob("host.*")), "another process became the host"
         client.shutdown(there.address)
 
 
 def test_the_oldest_vllm(s3_server: Any, tmp_path: Path) -> None:
-    check_tokens(engine_of("vllm-oldest", tmp_path, s3_server), s3_server, tmp_path, "llama", 2)
+    check_tokens(engine_of("vllm-oldest", tmp_path, s3_server), s3_server, tmp_path, "llama", TENSOR)
 
 
 def compressed(layout: str, bits: int, kind: str, strategy: str, *, activations: bool) -> dict[str, Any]:
@@ -266,17 +301,32 @@ def test_weights_are_loaded_again(engine: Engine, s3_server: Any, tmp_path: Path
     with CountingProxy(s3_server.endpoint_url) as proxy:
         own, ours = both_ways(model.folder, config_folder(model, proxy, tmp_path / "config"))
         found = engine.answers([own, {**ours, "reload": True}])
-        read = Counter((r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors") and r.range)
+        read = Counter(chunks_read(proxy))
     assert "tokens" in found[0]
     assert found[1] == found[0]
-    weights = {span: times for span, times in read.items() if span[1] is not None and span[1][1] - span[1][0] > 8}
-    assert max(weights.values()) <= 2  # though vLLM copies each weight twice when it loads again: it rehearses
+    assert max(read.values()) <= 2  # though vLLM copies each weight twice when it loads again: it rehearses
 
 
 def both_ways(folder: Path, of_store: str) -> list[dict[str, Any]]:
     """Return jobs for `Engine.answers`: vLLM's own loader on the folder, ours on a folder of `config_folder`."""
     places = {"auto": str(folder), "longshore": of_store}
     return [{**OPTIONS, "model": place, "load_format": name} for name, place in places.items()]
+
+
+def test_an_lm_head_of_its_own_is_used_though_the_config_ties_it(
+    engine: Engine, s3_server: Any, tmp_path: Path
+) -> None:
+    """vLLM finds it in the headers of the weights."""
+    folder = tmp_path / "llama"
+    make_tiny("llama", **HEADS).save_pretrained(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    model = publish_to(s3_server, folder, f"vllm-head-{os.getpid()}")
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        own, ours = both_ways(folder, config_folder(model, proxy, tmp_path / "config"))
+        found = engine.answers([own, ours])
+    assert "tokens" in found[0]
+    assert found[1] == found[0]
 
 
 def test_weights_in_a_second_place(engine: Engine, tmp_path: Path) -> None:
@@ -395,11 +445,10 @@ def test_a_completion_of_ray_serve_llm(engine: Engine, s3_server: Any, tmp_path:
                 served.wait(60)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(served.pid, signal.SIGKILL)
-        read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
+        weights = chunks_read(proxy)
     (choice,) = answer["choices"]
     assert choice["token_ids"] == engine.tokens(folder, "auto")
     assert choice["text"].split() == [f"t{token}" for token in choice["token_ids"]]
-    weights = [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
     assert len(weights) == len(set(weights)) > 0
     assert not list(tmp_path.glob("hub/**/*.safetensors"))
 

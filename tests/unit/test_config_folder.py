@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import struct
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import safetensors
 
 import cluster
+from cluster import small_files
 from cluster.command_line.cli import main
 from cluster.errors import ConfigError, ModelConfigError
-from cluster.small_files import SOURCE_KEY, ModelSource, read_source
+from cluster.small_files import HEADERS_KEY, SOURCE_KEY, ModelSource, read_source
 from storage.errors import IntegrityError, ManifestMismatch
 from tests.support.checkpoints import write_tiny_llama
 
@@ -29,6 +32,7 @@ OTHERS = {
     "pytorch_model.bin.index.json": "{}",
     "picture.png": "p",
     "1_Pooling/config.json": '{"pool": 1}',
+    "2_Dense/model.safetensors": "small",
 }
 
 
@@ -51,13 +55,38 @@ def test_small_files_are_fetched_and_weights_are_not(llama: Path):
     cluster.publish(llama)
     made = cluster.config_folder(llama)
     expected = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "merges.txt"}
-    assert files_of(made) == expected | {"chat_template.jinja", "1_Pooling/config.json", SOURCE_KEY}
+    expected |= {"chat_template.jinja", "1_Pooling/config.json", "2_Dense/model.safetensors", HEADERS_KEY, SOURCE_KEY}
+    assert files_of(made) == expected
     assert Path(made, "tokenizer.json").read_text() == '{"a": 1}'
     source = read_source(made)
     assert source is not None
     assert source.model_uri == f"file://{llama}"
     with cluster.safe_open(source.model_uri, revision=source.revision, **source.options) as weights:
         assert len(weights) > 0
+
+
+def test_headers_alone_are_fetched_too(llama: Path):
+    made = Path(cluster.config_folder(llama), HEADERS_KEY)
+    data = made.read_bytes()
+    (size,) = struct.unpack_from("<Q", data)
+    assert len(data) == 8 + size
+    said = {name: (about["dtype"], about["shape"]) for name, about in json.loads(data[8:]).items()}
+    with cluster.safe_open(llama) as weights:
+        slices = {name: weights.get_slice(name) for name in weights.offset_keys()}
+        assert said == {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+    with pytest.raises(Exception, match=r"(?i)incomplete"):
+        safetensors.safe_open(made, "np")
+
+
+def test_weights_left_in_the_store_are_named(llama: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(small_files, "MAX_FILE_BYTES", 1000)
+    (llama / "whisper").mkdir()
+    (llama / "whisper" / "model.safetensors").write_bytes(bytes(1001))
+    made = cluster.config_folder(llama)
+    assert "2_Dense/model.safetensors" in files_of(made)
+    assert "whisper/model.safetensors" not in files_of(made)
+    (record,) = [record for record in caplog.records if "left in the store" in record.getMessage()]
+    assert "whisper/model.safetensors" in record.getMessage()
 
 
 def test_code_is_fetched_on_request_only(llama: Path, tmp_path: Path):
