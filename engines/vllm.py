@@ -17,6 +17,7 @@ import os
 import re
 import resource
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -39,6 +40,7 @@ from storage.problems import MAX_LISTED, quote
 
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("vllm.longshore")  # so that lines appear in vLLM's own log
+_LOADS: Counter[str] = Counter()  # of this process, by URI: those of all workers of an engine are equal
 _KEYS = {"model_uri", "revision", *OPTIONS}
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -156,8 +158,11 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
 
     def _open(self, source: ModelSource) -> OpenModel:
         options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}
-        group = {} if self._alone else group_of_engine()
-        self._opened.append(safe_open(source.model_uri, **options, **group))
+        _LOADS[source.model_uri] += 1
+        if not self._alone and (group := group_of_engine()):
+            # A group of its own for each load: some workers begin the next one while others still end the last one.
+            options |= {**group, "group": f"{group['group']} {_LOADS[source.model_uri]}"}
+        self._opened.append(safe_open(source.model_uri, **options))
         return self._opened[-1]
 
 

@@ -33,6 +33,7 @@ from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import NodeReport
 from storage.checkpoints.model_index import ModelIndex, Tensor
 from storage.checkpoints.safetensors_header import parse_header
+from storage.host.memory import available_host_bytes
 from storage.host.processes import ProcessId
 from storage.problems import quote
 from storage.store_ref import Credentials
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from actors.devices.cuda_device import PinnedStaging
     from actors.reader.lazy_tensor import LazyTensor
 
+STACK_SHARE = 8  # a stack of experts takes at most this part of the machine's free memory: one in so many
 FRAMEWORKS = {"pt": "pt", "torch": "pt", "pytorch": "pt", "np": "np", "numpy": "np"}
 
 
@@ -438,12 +440,22 @@ def safe_open(
         revision=index.revision if index.chunks.hash_name else f"{index.revision} {own.chunk_bytes}",
         group_patience_s=own.group_patience_s,
     )
-    link = HostLink(host_config(own, job.min_slots * own.slot_bytes, cache=cache), job, tables)
+    least_bytes = job.min_slots * own.slot_bytes + (0 if cache else _stack_bytes(index))
+    link = HostLink(host_config(own, least_bytes, cache=cache), job, tables)
     store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
     # Later opens of the same member have larger numbers, in whatever process: they take its place.
     identity = RankIdentity(load_id, 1, member, time.monotonic_ns(), ProcessId.current())
     reader = ModelReader(link, tables, _with_tensors(index), identity, store, own.fetch_settings(), readers=members)
     return OpenModel(index, reader, link, FRAMEWORKS[framework], device, request.uri)
+
+
+def _stack_bytes(index: ModelIndex) -> int:
+    """Return what the window needs to have the largest stack of experts at once, if the machine has memory for it.
+
+    Engines copy parts of each expert in several passes over the whole stack.
+    """
+    largest_bytes = max((tensor.size_bytes for tensor in index.tensors if len(tensor.shape) > 2), default=0)
+    return min(largest_bytes * 5 // 4, available_host_bytes() // STACK_SHARE)
 
 
 def _with_tensors(index: ModelIndex) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -301,6 +302,21 @@ def test_chunks_stay_for_later_readers_unless_told_not_to(tmp_path: Path, cache:
                 ours.get_tensor(name)
             found = ours.report()
             assert (found["store_bytes"] > model_bytes / 2) == (not again or not cache)
+
+
+def test_the_window_has_room_for_a_stack_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Engines copy one half of every expert, and then the other half of every expert."""
+    monkeypatch.setattr(host, "WINDOW_BYTES", 3 << 20)
+    stack = torch.arange(8 * 512 * 1024, dtype=torch.int16).reshape(8, 512, 1024)
+    before = {f"before.{number}": torch.zeros(512, 1024, dtype=torch.int16) for number in range(4)}
+    safetensors.torch.save_file({**before, "experts": stack}, tmp_path / "model.safetensors")
+    sizes_left_open = Config(slot_bytes=1 << 20, chunk_bytes=1 << 20)
+    with cluster.safe_open(tmp_path, cache=False, config=sizes_left_open) as ours:
+        part = ours.get_slice("experts")
+        for rows in (slice(0, 256), slice(256, 512)):
+            for expert in range(8):
+                assert torch.equal(part[expert, rows], stack[expert, rows])
+        assert ours.report()["refetched_bytes"] == 0
 
 
 def test_many_threads_read_one_model(tmp_path: Path):
