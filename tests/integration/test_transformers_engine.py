@@ -100,6 +100,21 @@ def test_the_language_part_of_a_model_of_text_and_images(tmp_path: Path) -> None
     check_same(ours, theirs)
 
 
+def test_quantization_config_and_a_checkpoint_quantized_by_it(tmp_path: Path) -> None:
+    import transformers
+
+    from engines.transformers import from_pretrained
+
+    folder = save("llama", tmp_path / "llama", hidden_size=64, intermediate_size=128)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
+    check_same(from_pretrained(folder, settings=SETTINGS, quantization_config=config), theirs)
+    theirs.save_pretrained(tmp_path / "nf4")
+    ours = from_pretrained(tmp_path / "nf4", settings=SETTINGS)
+    check_same(ours, transformers.LlamaForCausalLM.from_pretrained(tmp_path / "nf4"))
+    assert type(ours.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+
+
 def test_fields_of_the_config_are_options(tmp_path: Path) -> None:
     import transformers
 
