@@ -41,6 +41,7 @@ from cluster.options import LoadOptions, collect
 from cluster.planning.make_plan import read_model
 from cluster.request import make_request
 from storage.checkpoints.checkpoint import read_other_file
+from storage.checkpoints.checkpoint_files import map_threads
 from storage.checkpoints.manifest import is_safe_path
 from storage.checkpoints.model_index import OtherFile
 from storage.checkpoints.safetensors_header import encode_header
@@ -154,11 +155,14 @@ def config_folder(
     try:
         os.chmod(new, 0o755)
         store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
+
+        def fetch(file: OtherFile) -> None:
+            target = os.path.join(new, *file.key.split("/"))
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            Path(target).write_bytes(read_other_file(store, file))
+
         with closing(store):
-            for file in files:
-                target = os.path.join(new, *file.key.split("/"))
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                Path(target).write_bytes(read_other_file(store, file))
+            map_threads(fetch, files)
         headers = encode_header((tensor.name, tensor.dtype, tensor.shape) for tensor in index.tensors)
         Path(new, HEADERS_KEY).write_bytes(headers)
         Path(new, SOURCE_KEY).write_text(json.dumps(asdict(source), indent=2) + "\n")
