@@ -190,9 +190,10 @@ def every_core(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: Any, uri: str) -> None:
-    """Raise LayoutError naming parameters that got no weights, where vLLM's own loader would raise.
+    """Raise LayoutError naming parameters that got no weights.
 
-    Quantized models make some parameters themselves, so nothing is checked for them.
+    vLLM's own loader lets those of linear layers and embeddings pass, with whatever is in their memory. Quantized
+    models make some parameters themselves, so nothing is checked for them.
     """
     if model_config.quantization is not None or loaded is None:
         return
