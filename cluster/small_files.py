@@ -41,7 +41,7 @@ from cluster.options import LoadOptions, collect
 from cluster.planning.make_plan import read_model
 from cluster.request import make_request
 from storage.checkpoints.checkpoint import read_other_file
-from storage.checkpoints.checkpoint_files import map_threads
+from storage.checkpoints.checkpoint_files import HEADERS_KEY, map_threads
 from storage.checkpoints.manifest import is_safe_path
 from storage.checkpoints.model_index import OtherFile
 from storage.checkpoints.safetensors_header import encode_header
@@ -49,7 +49,6 @@ from storage.problems import MAX_LISTED, quote
 from storage.stores.open_store import open_store
 
 SOURCE_KEY = "longshore.json"
-HEADERS_KEY = "longshore-headers.safetensors"
 LOAD_FORMAT = "longshore"  # of vLLM (`engines.vllm`)
 MAX_FILE_BYTES = 64 << 20  # of one file; a large tokenizer.json has 35 MB
 MAX_TOTAL_BYTES = 256 << 20

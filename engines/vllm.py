@@ -32,15 +32,16 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
-from cluster.small_files import HEADERS_KEY, LOAD_FORMAT, OPTIONS, ModelSource, read_source
+from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
 from engines import warn_of_version
+from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.errors import LongshoreError
 from storage.host.processes import pid_namespace
 from storage.problems import MAX_LISTED, quote
 
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("vllm.longshore")  # so that lines appear in vLLM's own log
-_LOADS: Counter[str] = Counter()  # of this process, by URI: those of all workers of an engine are equal
+_LOADS: Counter[tuple[str, bool]] = Counter()  # in groups, of this process, by URI and whether it is a draft model
 _KEYS = {"model_uri", "revision", *OPTIONS}
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -84,21 +85,24 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         super().__init__(load_config)
         self._extra = dict(load_config.model_loader_extra_config or {})
         self._opened: list[OpenModel] = []
-        self._alone = False
+        self._drafts = self._alone = False
         warn_of_version("vLLM", vllm.__version__, TESTED, _LOG)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Do nothing: there is no download."""
 
-    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, **more: Any) -> torch.nn.Module:
         """Return the model with its weights. Online quantization reads the last ones when `load_weights` is done."""
-        # A draft model that alone has this format may be on some workers only, and a group would wait for the others.
-        self._alone = vllm_config.load_config.load_format != LOAD_FORMAT
+        self._drafts = model_config.runner_type == "draft"
+        # Draft models are on some workers only. A group that the target's load has not made would wait for the others.
+        self._alone = self._drafts and not _LOADS
         drafting = vllm_config.speculative_config
-        if drafting is not None and model_config.model != drafting.target_model_config.model:
-            self._extra.pop("model_uri", None)  # the target's
+        if self._drafts and drafting is not None and "model_uri" in self._extra:
+            own = getattr(drafting.draft_load_config, "model_loader_extra_config", None)
+            if own != self._extra and model_config.model != drafting.target_model_config.model:
+                self._extra = {}  # the target's
         try:
-            model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
+            model: torch.nn.Module = super().load_model(vllm_config, model_config, **more)
             return model
         finally:
             self.close()
@@ -158,10 +162,11 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
 
     def _open(self, source: ModelSource) -> OpenModel:
         options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}
-        _LOADS[source.model_uri] += 1
         if not self._alone and (group := group_of_engine()):
             # A group of its own for each load: some workers begin the next one while others still end the last one.
-            options |= {**group, "group": f"{group['group']} {_LOADS[source.model_uri]}"}
+            load = (source.model_uri, self._drafts)
+            _LOADS[load] += 1
+            options |= {**group, "group": f"{group['group']} {'draft' if self._drafts else 'load'} {_LOADS[load]}"}
         self._opened.append(safe_open(source.model_uri, **options))
         return self._opened[-1]
 

@@ -273,7 +273,8 @@ class ChunkFlow:
 
     def _keeps(self, chunk: int) -> bool:
         """Return whether the arena keeps the chunk: it has room for all, or the disk tier has yet to write this one."""
-        return self._all_kept or (self._disk.on and not self._disk.has(self.keys[chunk]))
+        to_disk = self._disk.on and self.keys.lasting(chunk) and not self._disk.has(self.keys[chunk])
+        return self._all_kept or to_disk
 
     def take_cached(self) -> None:
         """Pin chunks that the arena already has, as far as this load's share allows, before they are evicted."""

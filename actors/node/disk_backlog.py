@@ -53,6 +53,7 @@ class DiskBacklog:
 
     def __init__(self, shelf: DiskShelf | None = None) -> None:
         self.evicted_chunks = 0  # left the arena before their turn
+        self.failed_chunks = 0  # could not be written, and not for a reason of the disk's
         self._shelf = shelf
         self._waiting: OrderedDict[bytes, DiskWrite] = OrderedDict()
         self._unusable: set[bytes] = set()
@@ -65,7 +66,7 @@ class DiskBacklog:
     @property
     def unkept_chunks(self) -> int:
         """Chunks that should be on disk and are not: evicted too soon, refused by the disk or by the budget."""
-        return self.evicted_chunks + (0 if self._shelf is None else self._shelf.unkept_chunks)
+        return self.evicted_chunks + self.failed_chunks + (0 if self._shelf is None else self._shelf.unkept_chunks)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -111,9 +112,7 @@ class DiskBacklog:
     def next(self, cache: ChunkCache, writer: ProcessId) -> DiskWrite | None:
         """Return the next write, with its slot held for `writer`. None when none waits, or loads need all slots."""
         for key, write in list(self._waiting.items()):
-            chunk: CachedChunk | None = write.chunk
-            if not cache.has(write.chunk):  # the chunk's other copy may be left
-                chunk = cache.kept(key) or (cache.lookup(key) if cache.in_window(key) else None)
+            chunk = write.chunk if cache.has(write.chunk) else cache.copy(key)  # the other copy may be left
             if chunk is None:
                 self.evicted_chunks += 1
                 del self._waiting[key]
@@ -187,7 +186,7 @@ class DiskWriter:
                         if not self._stopped.is_set():  # checked under the lock, or the notification could be missed
                             self._lock.wait()
                         continue
-                with self._work.turn("keeping chunks on disk"):
+                with self._work.turn("the write of a chunk to disk"):
                     if unusable is not None:
                         self._remove(tier, unusable)
                     elif write is not None:
@@ -207,6 +206,10 @@ class DiskWriter:
             with self._arena.view(write.chunk.slot, write.chunk.length_bytes) as data:
                 hash_name = write.hash_name or OWN_HASH
                 written = tier.write(write.chunk.key, hash_name, write.digest or digest_of(hash_name, data), data)
+        except Exception:
+            with self._lock:
+                self.backlog.failed_chunks += 1
+            raise
         finally:
             with self._lock:
                 self.backlog.done(write, self._cache, self._me)

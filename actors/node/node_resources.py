@@ -233,27 +233,28 @@ class KeptMemory:
             self._shrink(lambda: False)
 
     def make_room(self, host_bytes: int) -> None:
-        """Give back so much that `host_bytes` of tensors find memory beside it, and those of other loads. Takes the
-        lock.
-        """
+        """Give back so much that `host_bytes` of tensors find memory beside those of other loads. Takes the lock."""
         if host_bytes:
             with self._lock:
                 self._promised_bytes = self._ledger.promised_bytes
-            self._shrink(lambda: self._host_spare_bytes() >= host_bytes)
+            try:
+                self._shrink(lambda: self._host_spare_bytes() >= host_bytes)
+            except ArenaError as error:  # it may fit all the same
+                _LOG.warning("%s", error)
 
     def _shrink(self, enough: Callable[[], bool]) -> None:
         while not enough():
             with self._lock:
+                self._promised_bytes = self._ledger.promised_bytes  # loads go on meanwhile
                 lease = self._cache.shrink(ProcessId.current())
             if lease is None:
                 return
             try:
                 self._arena.give_back(lease.slot)  # without the lock: it takes a millisecond
-            except ArenaError as error:
-                _LOG.warning("%s", error)
+            except ArenaError:
                 with self._lock:
                     self._cache.abandon(lease.lease_id)  # it keeps its memory
-                return
+                raise
             with self._lock:
                 self._cache.shrunk(lease)
 

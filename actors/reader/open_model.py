@@ -31,9 +31,10 @@ from cluster.planning.packed_plan import ReaderTables
 from cluster.request import make_request
 from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import NodeReport
+from storage.arena.arena_files import SHM_DIRECTORY
 from storage.checkpoints.model_index import ModelIndex, Tensor
 from storage.checkpoints.safetensors_header import parse_header
-from storage.host.memory import available_host_bytes
+from storage.host.memory import available_host_bytes, free_bytes
 from storage.host.processes import ProcessId
 from storage.problems import quote
 from storage.store_ref import Credentials
@@ -440,7 +441,8 @@ def safe_open(
         revision=index.revision if index.chunks.hash_name else f"{index.revision} {own.chunk_bytes}",
         group_patience_s=own.group_patience_s,
     )
-    least_bytes = job.min_slots * own.slot_bytes + (0 if cache else _stack_bytes(index))
+    sizes_are_set = own.arena_bytes or own.window_bytes
+    least_bytes = job.min_slots * own.slot_bytes + (0 if cache or sizes_are_set else _stack_bytes(index))
     link = HostLink(host_config(own, least_bytes, cache=cache), job, tables)
     store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
     # Later opens of the same member have larger numbers, in whatever process: they take its place.
@@ -455,7 +457,11 @@ def _stack_bytes(index: ModelIndex) -> int:
     Engines copy parts of each expert in several passes over the whole stack.
     """
     largest_bytes = max((tensor.size_bytes for tensor in index.tensors if len(tensor.shape) > 2), default=0)
-    return min(largest_bytes * 5 // 4, available_host_bytes() // STACK_SHARE)
+    try:
+        most_bytes = min(available_host_bytes() // STACK_SHARE, free_bytes(SHM_DIRECTORY) // 2)
+    except OSError:
+        return 0
+    return min(largest_bytes * 5 // 4, most_bytes)
 
 
 def _with_tensors(index: ModelIndex) -> list[int]:

@@ -392,6 +392,11 @@ class ChunkCache:
         """Return whether this copy of the chunk is still in its slot."""
         return self._table.has(chunk)
 
+    def copy(self, key: bytes) -> CachedChunk | None:
+        """Return a copy of the chunk, the kept one if there is one. Changes nothing, and counts nothing."""
+        index = self._table.kept.by_key.get(key, self._table.window.by_key.get(key))
+        return None if index is None else self._table.chunk(index)
+
     def __contains__(self, key: object) -> bool:
         return key in self._table.window.by_key or key in self._table.kept.by_key
 

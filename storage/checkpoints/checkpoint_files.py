@@ -73,7 +73,7 @@ def choose_layout(keys: Collection[str], *, where: str) -> Layout:
     numbered shards are missing or there are several indexes.
     """
     root = sorted(key for key in keys if "/" not in key)
-    files = [key for key in root if key.endswith(SUFFIX)]
+    files = [key for key in root if key.endswith(SUFFIX) and key != HEADERS_KEY]
     indexes = [key for key in root if key.endswith(INDEX_SUFFIX) and not _consolidated(key)]
     if INDEX_KEY in indexes:
         return Layout(INDEX_KEY, (), tuple(files))
@@ -296,6 +296,7 @@ def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int = T
 JOURNAL_KEY = "longshore.publish.json"  # exists while a publish is running
 PROBE_KEY = "longshore.publish.probe"  # shows whether source and destination are one place; exists for a moment
 OWN_KEYS = frozenset({MANIFEST_KEY, SIGNATURE_KEY, AMAX_KEY, JOURNAL_KEY, PROBE_KEY})
+HEADERS_KEY = "longshore-headers.safetensors"  # headers alone, in a folder that stands for a model in a store
 COMMON_FILES = (  # looked up by name if a store cannot list
     "config.json",
     "generation_config.json",

@@ -101,6 +101,7 @@ def test_the_language_part_of_a_model_of_text_and_images(tmp_path: Path) -> None
 
 
 def test_quantization_config_and_a_checkpoint_quantized_by_it(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
     import transformers
 
     from engines.transformers import from_pretrained

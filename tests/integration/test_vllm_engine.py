@@ -28,6 +28,7 @@ import pytest
 import cluster
 from cluster import client
 from cluster.joining.connection import disconnect
+from cluster.small_files import SOURCE_KEY
 from tests.support.counting_proxy import CountingProxy
 from tests.support.free_ports import free_ports
 from tests.support.hf_models import make_tiny
@@ -184,18 +185,26 @@ def test_tokens_are_those_of_vllms_own_loader(
 
 
 def test_a_draft_model_is_loaded_from_where_its_folder_says(engine: Engine, s3_server: Any, tmp_path: Path) -> None:
-    """Each chunk of both models is read once, and the tokens are those of the target."""
+    """Each chunk of both models is read once by each engine, and the tokens are those of the target.
+
+    The extra config says where the second engine's target is, and nothing about the draft.
+    """
     target = stored(s3_server, tmp_path / "llama", "llama")
     draft = stored(s3_server, tmp_path / "draft", "llama", num_hidden_layers=1)
     with CountingProxy(s3_server.endpoint_url) as proxy:
         own, ours = both_ways(target.folder, config_folder(target, proxy, tmp_path / "config"))
         small = config_folder(draft, proxy, tmp_path / "config-draft")
         speculative = {"method": "draft_model", "model": small, "num_speculative_tokens": 2}
-        found = engine.answers([own, {**ours, "speculative_config": speculative}])
-        weights = chunks_read(proxy)
-    assert found[1] == found[0]
+        bare = Path(config_folder(target, proxy, tmp_path / "config-bare"))
+        told = json.loads((bare / SOURCE_KEY).read_text())
+        (bare / SOURCE_KEY).unlink()
+        extra = {"model_uri": target.uri, "revision": told["revision"], **told["options"]}
+        jobs = [ours, {**ours, "model": str(bare), "model_loader_extra_config": extra}]
+        found = engine.answers([own, *({**job, "speculative_config": speculative} for job in jobs)])
+        weights = Counter(chunks_read(proxy))
     assert "tokens" in found[0]
-    assert len(weights) == len(set(weights))
+    assert found[1] == found[2] == found[0]
+    assert set(weights.values()) == {2}
     assert len({path for path, _ in weights}) == sum(len(list(m.folder.glob("*.safetensors"))) for m in (target, draft))
 
 

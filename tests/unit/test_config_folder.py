@@ -17,7 +17,8 @@ import cluster
 from cluster import small_files
 from cluster.command_line.cli import main
 from cluster.errors import ConfigError, ModelConfigError
-from cluster.small_files import HEADERS_KEY, SOURCE_KEY, ModelSource, read_source
+from cluster.small_files import SOURCE_KEY, ModelSource, read_source
+from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.errors import IntegrityError, ManifestMismatch
 from tests.support.checkpoints import write_tiny_llama
 

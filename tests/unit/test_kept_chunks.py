@@ -175,7 +175,7 @@ def may_grow(node: LocalNode) -> bool:
 def test_kept_chunks_leave_memory_that_tensors_will_take(shm_dir: Path, objects, monkeypatch) -> None:
     plan, host = plan_of(objects, (1, 2, 1), CHUNK_BYTES), Host(monkeypatch)
     with node_with(shm_dir) as node:
-        host.free_bytes = (1 << 30) + node_resources.LEFT_BYTES + node_resources.ROOM_MARGIN_BYTES
+        host.free_bytes = (1 << 30) + node_resources.LEFT_BYTES + node.agent._kept._margin_bytes
         assert may_grow(node)
         load_id = node.begin(plan, host_bytes=1 << 30)
         assert not may_grow(node)
