@@ -35,6 +35,24 @@ from storage.host.memory import PeakMemory
 _LOG = logging.getLogger("longshore.load")
 
 
+CANCEL_AGAIN_S = 1.0
+
+
+async def stopped(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these tasks, and return when all have ended, however.
+
+    A task may lose its cancellation to an error or a result that came at the same moment, and go on. So it is repeated.
+    """
+    ended = list(tasks)
+    while running := [task for task in ended if not task.done()]:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+    for task in ended:
+        if not task.cancelled():
+            task.exception()  # seen: nobody is told of it any more
+
+
 @dataclass(slots=True)
 class Placement:
     """One rank's place: the node it is on and the worker that sits there now."""
@@ -258,10 +276,8 @@ class ModelRecord:
 
     async def stop_task(self) -> None:
         """Cancel whoever leads the load; return when that has ended."""
-        if self.task is not None and not self.task.done():
-            self.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self.task
+        if self.task is not None:
+            await stopped([self.task])
 
     async def planned_or_over(self) -> None:
         """Return when the model was planned, or no load can be given it any more."""

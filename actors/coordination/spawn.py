@@ -30,7 +30,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.agent_actor import NodeAgent
-from actors.coordination.model_record import Placement
+from actors.coordination.model_record import Placement, stopped
 from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
 from actors.links import (
     NAMESPACE,
@@ -74,9 +74,7 @@ async def alongside(*steps: Coroutine[Any, Any, Any]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await finished(settled(tasks))
+        await finished(stopped(tasks))
 
 
 async def settled(steps: Iterable[Awaitable[Any]]) -> None:
@@ -101,7 +99,7 @@ async def tend_all(
     async def begin(ranks: set[int]) -> None:
         for rank in ranks:
             if (stale := tends.pop(rank, None)) is not None:
-                await _ended([stale])
+                await finished(stopped([stale]))
             tends[rank] = asyncio.create_task(tend(placements[rank]))
 
     try:
@@ -120,15 +118,7 @@ async def tend_all(
                 homeless.add(rank)
                 moving = moving or asyncio.create_task(move())
     finally:
-        await _ended([*tends.values(), *([moving] if moving else [])])
-
-
-async def _ended(tasks: list[asyncio.Task[Any]]) -> None:
-    waiting: list[Awaitable[Any]] = []
-    for task in tasks:
-        task.cancel()
-        waiting.append(task)
-    await finished(settled(waiting))
+        await finished(stopped([*tends.values(), *([moving] if moving else [])]))
 
 
 REMOVE_TRIES = 10

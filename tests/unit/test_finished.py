@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 
+from actors.coordination.model_record import stopped
 from actors.coordination.spawn import alongside, finished
 
 
@@ -114,3 +115,26 @@ def test_a_cancelled_alongside_leaves_after_its_steps(cancellations: int) -> Non
         return caller.cancelled(), made == ["worker"]
 
     assert asyncio.run(scene()) == (True, True)
+
+
+def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that came at the same moment takes its place, and the task goes on."""
+    monkeypatch.setattr("actors.coordination.model_record.CANCEL_AGAIN_S", 0.01)
+    lost: list[int] = []
+
+    async def forgetful() -> None:
+        for number in range(3):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                lost.append(number)
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        task = asyncio.create_task(forgetful())
+        await asyncio.sleep(0)
+        await stopped([task])
+        assert task.cancelled()
+
+    asyncio.run(main())
+    assert lost == [0, 1, 2]
