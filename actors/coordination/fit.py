@@ -59,13 +59,13 @@ def claims_of(models: Iterable[ModelRecord], but: ModelRecord) -> list[Claim]:
         for record in models
         if record is not but and not record.life.is_over
         for node_id in record.nodes
-        if (size_bytes := _to_take(record, record.on(node_id)))
+        if (size_bytes := _to_take(record, node_id))
     ]
 
 
-def _to_take(record: ModelRecord, placements: list[Placement]) -> int:
-    here = {placement.rank: placement for placement in placements}
-    return record.bytes_to_take(placements) + WORKER_BYTES * len(new_workers(here))
+def _to_take(record: ModelRecord, node_id: str) -> int:
+    here = {placement.rank: placement for placement in record.on(node_id)}
+    return record.bytes_to_take(list(here.values())) + WORKER_BYTES * len(new_workers(here))
 
 
 def new_workers(placements: Mapping[int, Placement]) -> set[int]:

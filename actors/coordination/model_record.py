@@ -33,8 +33,6 @@ from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory
 
 _LOG = logging.getLogger("longshore.load")
-
-
 CANCEL_AGAIN_S = 1.0
 
 

@@ -155,7 +155,7 @@ def config_folder(model: StoredModel, proxy: CountingProxy, where: Path) -> str:
 
 def chunks_read(proxy: CountingProxy) -> list[tuple[str, tuple[int, int]]]:
     """Return path and range of each request for weights."""
-    read = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
+    read = [(request.path, request.range) for request in proxy.requests() if request.is_weights]
     return [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
 
 

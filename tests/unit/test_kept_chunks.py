@@ -203,7 +203,7 @@ def test_memory_that_cannot_be_given_back_stays_in_use(shm_dir: Path, objects, m
 
 
 def test_kept_chunks_are_free_for_others_when_all_loads_have_them(shm_dir: Path, objects) -> None:
-    """Of two loads at once, one reads the kept copy of a chunk, and the other copies it from the window."""
+    """One of two loads at once reads the kept copy of a chunk, and the other copies it from the window."""
     plan, store = plan_of(objects, (1, 2, 1), CHUNK_BYTES), MemoryStore(objects)
     with local_node(shm_dir, 2 * WINDOW + 64, window_bytes=2 * WINDOW * SLOT_BYTES) as node:
         node.load(plan, store)
