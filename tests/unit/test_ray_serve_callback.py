@@ -15,6 +15,7 @@ import cluster
 from cluster.errors import ConfigError
 from cluster.small_files import SOURCE_KEY, read_source
 from engines.ray_serve import ConfigFolder
+from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.errors import RevisionMismatch
 from tests.support.checkpoints import safetensors_bytes
 
@@ -65,7 +66,7 @@ def test_nothing_is_downloaded_and_vllm_gets_the_folder(model: Path):
     assert config.engine_kwargs == {"load_format": "longshore"}
     asyncio.run(made.run_callback("on_before_node_init"))
     folder = Path(config.engine.hf_model_id)
-    assert {path.name for path in folder.iterdir()} == {"config.json", SOURCE_KEY}
+    assert {path.name for path in folder.iterdir()} == {"config.json", HEADERS_KEY, SOURCE_KEY}
     made.run_callback_sync("on_before_download_model_files_distributed")  # on the replica's node: it is there
 
 
