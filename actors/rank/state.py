@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from actors.node.chunk_sources import by_source, source_of
+from actors.node.chunk_sources import ARENA, by_source, source_of
 from cluster.messages import ArenaAccess, Commit, FetchFailure, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate
 from cluster.scheduling.concurrency import START
 from cluster.scheduling.retry import asks_for_fewer_requests, cause_of
@@ -228,7 +228,8 @@ class RankState:
         commit = result.commit
         if commit is not None:
             self.sources[commit.chunk] = source_of(commit.lease_id, commit.source)
-            self.results.requests.append((size_bytes, fetch_s, now_s))
+            if self.sources[commit.chunk] != ARENA:  # memory says nothing about the number of requests
+                self.results.requests.append((size_bytes, fetch_s, now_s))
             if placed_bytes:
                 self._place_fetched(commit.chunk, placed_bytes)
         elif result.failure is not None and asks_for_fewer_requests(cause_of(result.failure.error)):

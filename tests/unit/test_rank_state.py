@@ -15,7 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors.node.chunk_sources import STORE
 from actors.rank.state import HOLD_S, REPORT_S, FetchedChunk, Next, RankIdentity, RankState
 from cluster.errors import LoadCancelled
-from cluster.messages import Commit, FetchFailure, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate
+from cluster.messages import (
+    ARENA_READ,
+    Commit,
+    FetchFailure,
+    JoinReply,
+    LeaseOrder,
+    Orders,
+    RankHello,
+    RankUpdate,
+)
 from cluster.scheduling.concurrency import START
 from storage.errors import IntegrityError, Throttled
 from storage.host.processes import ProcessId
@@ -287,11 +296,11 @@ def leases(*chunks: int) -> tuple[LeaseOrder, ...]:
     return tuple(LeaseOrder(f"lease-{chunk}", chunk, chunk, 60.0) for chunk in chunks)
 
 
-def fetch(state: RankState, now_s: float = 0.0, placed_bytes: int = 0) -> None:
+def fetch(state: RankState, now_s: float = 0.0, placed_bytes: int = 0, source: str = "") -> None:
     """One fetch, from its start to its end."""
     lease = state.next_lease(now_s)
     assert lease is not None
-    result = FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk))
+    result = FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, source=source))
     state.fetch_ended(result, SIZE_BYTES, 0.1, now_s, placed_bytes)
 
 
@@ -304,6 +313,14 @@ def test_requests_in_flight_are_those_that_the_agent_allows() -> None:
         assert state.working == allowed
         exchange(state, Orders(requests=6 if allowed == START else 64))
     assert (state.requests, state.peak_requests) == (8, 8)  # `most`
+
+
+def test_a_chunk_out_of_memory_is_no_request_that_the_agent_measures() -> None:
+    state = rank()
+    exchange(state, Orders(leases(0, 1)))
+    fetch(state, source=ARENA_READ)
+    fetch(state)
+    assert len(state.update(0.0).requests) == 1
 
 
 def test_a_rank_has_spare_leases_while_it_asks_the_agent() -> None:
