@@ -38,14 +38,15 @@ from cluster.config import Config, TrustPolicy
 from cluster.errors import ConfigError, ModelConfigError
 from cluster.layouts.model_config import CONFIG_KEY
 from cluster.options import LoadOptions, collect
-from cluster.planning.make_plan import read_model
+from cluster.planning.make_plan import read_index
 from cluster.request import make_request
 from storage.checkpoints.checkpoint import read_other_file
 from storage.checkpoints.checkpoint_files import HEADERS_KEY, map_threads
 from storage.checkpoints.manifest import is_safe_path
-from storage.checkpoints.model_index import OtherFile
+from storage.checkpoints.model_index import ModelIndex, OtherFile
 from storage.checkpoints.safetensors_header import encode_header
 from storage.problems import MAX_LISTED, quote
+from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
 
 SOURCE_KEY = "longshore.json"
@@ -126,42 +127,39 @@ def config_folder(
     own = config or Config.from_env()
     request = make_request(options, own.public_keys())
     own.source_rules().check(request.store.ref, None)
-    index, _ = read_model(
-        request,
-        chunk_bytes=own.chunk_bytes,
-        read_timeout_s=own.read_timeout_s,
-        trust=TrustPolicy.of(own),
-        with_config=False,
-    )
-    given = {name: getattr(options, name) for name in OPTIONS}
-    kept = {name: value for name, value in given.items() if value not in (None, False)}
-    if "trusted_keys" in kept:  # the keys themselves: engines may run where there are no such files
-        kept["trusted_keys"] = list(request.trusted_keys)
-    source = ModelSource(request.uri, index.revision, kept)
-    files = _wanted(index.files, code=code, uri=request.uri)
-    left = sorted({file.key for file in index.files if NESTED_WEIGHTS.fullmatch(file.key)} - {f.key for f in files})
-    if left:
-        names = ", ".join(map(quote, left[:MAX_LISTED]))
-        _LOG.warning("left in the store: %s. An engine that reads them by itself does not find them", names)
-    path = _default_folder(source, code=code) if folder is None else os.path.abspath(os.fspath(folder))
-    if folder is None and os.path.exists(os.path.join(path, SOURCE_KEY)):
-        return path
-    if folder is not None and os.path.isdir(path) and os.listdir(path):
-        raise ConfigError("the folder has files already", hint="name a new or empty folder", folder=path)
+    with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)) as store:
+        index = read_index(store, request, chunk_bytes=own.chunk_bytes, trust=TrustPolicy.of(own))
+        given = {name: getattr(options, name) for name in OPTIONS}
+        kept = {name: value for name, value in given.items() if value not in (None, False)}
+        if "trusted_keys" in kept:  # the keys themselves: engines may run where there are no such files
+            kept["trusted_keys"] = list(request.trusted_keys)
+        source = ModelSource(request.uri, index.revision, kept)
+        files = _wanted(index.files, code=code, uri=request.uri)
+        path = _default_folder(source, code=code) if folder is None else os.path.abspath(os.fspath(folder))
+        if folder is None and os.path.exists(os.path.join(path, SOURCE_KEY)):
+            return path
+        if folder is not None and os.path.isdir(path) and os.listdir(path):
+            raise ConfigError("the folder has files already", hint="name a new or empty folder", folder=path)
+        _make_folder(path, store, index, files, source)
+    return path
+
+
+def _make_folder(
+    path: str, store: ObjectStore, index: ModelIndex, files: Sequence[OtherFile], source: ModelSource
+) -> None:
+    """Make the folder under another name, and rename it, so that it appears whole."""
     parent = os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
-    new = tempfile.mkdtemp(prefix=".longshore-", dir=parent)  # so that the folder appears whole
+    new = tempfile.mkdtemp(prefix=".longshore-", dir=parent)
+
+    def fetch(file: OtherFile) -> None:
+        target = os.path.join(new, *file.key.split("/"))
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        Path(target).write_bytes(read_other_file(store, file))
+
     try:
         os.chmod(new, 0o755)
-        store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
-
-        def fetch(file: OtherFile) -> None:
-            target = os.path.join(new, *file.key.split("/"))
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            Path(target).write_bytes(read_other_file(store, file))
-
-        with closing(store):
-            map_threads(fetch, files)
+        map_threads(fetch, files)
         headers = encode_header((tensor.name, tensor.dtype, tensor.shape) for tensor in index.tensors)
         Path(new, HEADERS_KEY).write_bytes(headers)
         Path(new, SOURCE_KEY).write_text(json.dumps(asdict(source), indent=2) + "\n")
@@ -174,7 +172,6 @@ def config_folder(
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return path
 
 
 def read_source(folder: str | os.PathLike[str]) -> ModelSource | None:
@@ -204,7 +201,10 @@ def read_source(folder: str | os.PathLike[str]) -> ModelSource | None:
 
 
 def _wanted(files: Sequence[OtherFile], *, code: bool, uri: str) -> list[OtherFile]:
-    """Return the files to fetch. Raises ModelConfigError without a config.json, and for too many bytes."""
+    """Return the files to fetch, and warn of weights that are left out.
+
+    Raises ModelConfigError without a config.json, and for too many bytes.
+    """
     suffixes = (*SUFFIXES, CODE) if code else SUFFIXES
     found = [
         file
@@ -229,6 +229,10 @@ def _wanted(files: Sequence[OtherFile], *, code: bool, uri: str) -> list[OtherFi
         if is_small and NESTED_WEIGHTS.fullmatch(file.key) and is_safe_path(file.key):
             room_bytes -= file.size_bytes
             found.append(file)
+    left = sorted({file.key for file in files if NESTED_WEIGHTS.fullmatch(file.key)} - {file.key for file in found})
+    if left:
+        names = ", ".join(map(quote, left[:MAX_LISTED]))
+        _LOG.warning("left in the store: %s. An engine that reads them by itself does not find them", names)
     return found
 
 

@@ -5,7 +5,8 @@
 vLLM imports this module in each of its processes (entry point `vllm.general_plugins`). The loader finds in the model's
 folder where the weights are (`longshore.json`), opens them with `safe_open`, and hands lazy tensors to
 `model.load_weights`. A lazy tensor is read when vLLM's weight loaders copy it, after they have cut out the rank's part.
-The workers of an engine are one reader group.
+The workers of an engine are one reader group. While vLLM makes the model without weights, another thread opens them and
+fetches the first ones.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import resource
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
@@ -85,6 +87,7 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         super().__init__(load_config)
         self._extra = dict(load_config.model_loader_extra_config or {})
         self._opened: list[OpenModel] = []
+        self._opening: Future[OpenModel] | None = None  # the model's own weights, in another thread
         self._drafts = self._alone = False
         warn_of_version("vLLM", vllm.__version__, TESTED, _LOG)
 
@@ -101,7 +104,10 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
             own = getattr(drafting.draft_load_config, "model_loader_extra_config", None)
             if own != self._extra and model_config.model != drafting.target_model_config.model:
                 self._extra = {}  # the target's
+        parallel = vllm_config.parallel_config
+        all_read_the_first = parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel
         try:
+            self._open_ahead(source_of(model_config.model, self._extra), fetch=all_read_the_first)
             model: torch.nn.Module = super().load_model(vllm_config, model_config, **more)
             return model
         finally:
@@ -115,8 +121,10 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         if getattr(model, "allow_patterns_overrides", None):
             raise ConfigError(f"{type(model).__name__} has its weights in several folders, which Longshore cannot read")
         source = source_of(model_config.model, self._extra)
+        opening, self._opening = self._opening, None
         with every_core(os.environ):
-            yield from self._open(source).lazy_tensors()
+            opened = self._open(source) if opening is None else opening.result()
+            yield from opened.lazy_tensors()
             for other in getattr(model, "secondary_weights", ()):
                 if (own := secondary_source(other, model_config.model, source)) is None:
                     yield from DefaultModelLoader(LoadConfig(load_format="auto"))._get_weights_iterator(other)
@@ -154,11 +162,30 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
 
     def close(self) -> None:
         """Close what the weights are read from."""
+        opening, self._opening = self._opening, None
+        if opening is not None:  # vLLM could not make the model
+            wait((opening,))
         while self._opened:
             self._opened.pop().close()
 
     def __del__(self) -> None:
         self.close()
+
+    def _open_ahead(self, source: ModelSource, *, fetch: bool) -> None:
+        """Open the weights in another thread. `fetch`: also fetch the first of them."""
+        if not self._alone:
+            group_of_engine()  # the workers ask each other, which they do in their main threads
+
+        def open_and_fetch() -> OpenModel:
+            opened = self._open(source)
+            if fetch:
+                opened.fetch_first()
+            return opened
+
+        with every_core(os.environ):
+            pool = ThreadPoolExecutor(1, "longshore-open")
+            self._opening = pool.submit(open_and_fetch)
+            pool.shutdown(wait=False)  # its thread ends when this is done
 
     def _open(self, source: ModelSource) -> OpenModel:
         options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}

@@ -14,7 +14,8 @@ would cost a round trip to the store.
                 ^ the chunk that is read now
 
 A read far from the run so far begins a new run. A program that knows its reads names them (`ReadAhead.plan`). Then
-these are wanted, and nothing is guessed.
+these are wanted, and nothing is guessed. One that knows that it will read everything in file order says so
+(`ReadAhead.begin`), and the first run has its full length from the start.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class ReadAhead:
         self.limit = limit
         self._chunks = chunks
         self._number = {chunk: number for number, chunk in enumerate(chunks)}
-        self._first = self._high = -1  # of the run: numbers of its first and its last chunk
+        self._first, self._high = 0, -3  # of the run: numbers of its first and its last chunk; no chunk continues this
+        self._begins = False
         self._planned: dict[int, None] = {}  # not read yet, in the order in which they will be
         self._ahead: dict[int, None] = {}  # wanted and not read
         self._read: OrderedDict[int, None] = OrderedDict()  # read and not given back, the last read last
@@ -71,9 +73,16 @@ class ReadAhead:
         """Name chunks that will be read, in this order, after those named before."""
         self._planned.update(dict.fromkeys(chunk for chunk in chunks if chunk in self._number))
 
-    def next_planned(self) -> list[int]:
-        """Return the planned chunks that may be fetched now."""
+    def begin(self) -> None:
+        """Say that chunks will be read in file order, from the first one on. Nothing was read yet."""
+        self._begins = True
+
+    def before_read(self) -> list[int]:
+        """Return the chunks that may be fetched now, before something is read."""
         found = [*islice(self._planned, self.limit)]
+        if self._begins and not found:
+            self._first, self._high = -self.limit, -1
+            found = [*self._chunks[: self.limit]]
         self._ahead.update(dict.fromkeys(found))
         return found
 
@@ -82,7 +91,8 @@ class ReadAhead:
         number = self._number.get(chunk)
         if number is None:  # of a header
             return [chunk]
-        if self._first <= number <= self._high + 2 and self._high >= 0:
+        self._begins = False
+        if self._first <= number <= self._high + 2:
             self._high = max(self._high, number)
         else:
             self._first = self._high = number
@@ -316,7 +326,14 @@ class ModelReader(ChunkLoader):
             planned.update(dict.fromkeys(self._items(tensor, tensor.shape, offsets, sizes).chunk_ids().tolist()))
         with self._ahead_lock:
             self._ahead.plan(planned)
-            first = self._ahead.next_planned()
+            first = self._ahead.before_read()
+        self._reader_work.want(first)
+
+    def fetch_first(self) -> None:
+        """Fetch the first chunks with tensors meanwhile, as many as may be fetched ahead. Nothing was read yet."""
+        with self._ahead_lock:
+            self._ahead.begin()
+            first = self._ahead.before_read()
         self._reader_work.want(first)
 
     def pass_by(self, first: int, end: int) -> None:
@@ -358,8 +375,8 @@ class ModelReader(ChunkLoader):
         room = max(1, arena.window_slots // (3 * self._readers))
         with self._ahead_lock:
             self._ahead.limit = max(1, min(room, self._ahead_bytes // arena.slot_bytes))
-            planned = self._ahead.next_planned()
-        self._reader_work.want(planned)
+            first = self._ahead.before_read()
+        self._reader_work.want(first)
 
     def _fetch_loop(self) -> None:
         clock = self._fetcher.clock()

@@ -26,7 +26,7 @@ from cluster.errors import ConfigError, TensorNotFound
 from cluster.fit.needs import min_slots
 from cluster.messages import NodeJob
 from cluster.options import LoadOptions, collect
-from cluster.planning.make_plan import read_model
+from cluster.planning.make_plan import read_index
 from cluster.planning.packed_plan import ReaderTables
 from cluster.request import make_request
 from cluster.telemetry.metrics import model_label
@@ -257,6 +257,13 @@ class OpenModel:
                 self._reader.pass_by(passed, chunk)
                 passed = chunk
 
+    def fetch_first(self) -> None:
+        """Start to fetch what `lazy_tensors` begins with, as much as may be fetched ahead. Returns at once.
+
+        For loaders of engines that have other work to do before they read.
+        """
+        self._reader.fetch_first()
+
     def report(self) -> dict[str, Any]:
         """Return what reading this model has cost, as plain values.
 
@@ -412,13 +419,12 @@ def safe_open(
     own = config or Config.from_env()
     request = make_request(options, own.public_keys())
     own.source_rules().check(request.store.ref, options.credentials)
-    index, _ = read_model(
-        request,
-        chunk_bytes=own.chunk_bytes,
-        read_timeout_s=own.read_timeout_s,
-        trust=TrustPolicy.of(own),
-        with_config=False,
-    )
+    store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
+    try:
+        index = read_index(store, request, chunk_bytes=own.chunk_bytes, trust=TrustPolicy.of(own))
+    except BaseException:
+        store.close()
+        raise
     tables = ReaderTables.of(index.shards, index.chunks)
     load_id = f"reader-{uuid.uuid4().hex[:12]}" if group is None else _group_id(group, request.uri)
     job = NodeJob(
@@ -444,7 +450,6 @@ def safe_open(
     sizes_are_set = own.arena_bytes or own.window_bytes
     least_bytes = job.min_slots * own.slot_bytes + (0 if cache or sizes_are_set else _stack_bytes(index))
     link = HostLink(host_config(own, least_bytes, cache=cache), job, tables)
-    store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
     # Later opens of the same member have larger numbers, in whatever process: they take its place.
     identity = RankIdentity(load_id, 1, member, time.monotonic_ns(), ProcessId.current())
     reader = ModelReader(link, tables, _with_tensors(index), identity, store, own.fetch_settings(), readers=members)

@@ -47,6 +47,7 @@ from storage.checkpoints.amax import AMAX_KEY, MIN_COLUMNS, read_amax
 from storage.checkpoints.checkpoint import check_revision, open_model
 from storage.checkpoints.model_index import ModelIndex, OtherFile
 from storage.problems import MAX_LISTED, quote
+from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
 
 _EMBEDDINGS = tuple(f".{module}.weight" for module in TOKEN_EMBEDDINGS)
@@ -317,18 +318,9 @@ def read_model(
     """
     trust = trust or TrustPolicy()
     trust.sources.check(request.store.ref, request.store.credentials)
-    keys = trust.keys_for(request.trusted_keys)
     with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=read_timeout_s)) as store:
-        index = open_model(
-            store,
-            chunk_bytes=chunk_bytes,
-            only_key=request.only_key,
-            trusted_keys=keys,
-            signed_name=request.signed_name,
-            revision=request.revision,
-        )
+        index = read_index(store, request, chunk_bytes=chunk_bytes, trust=trust, check_config=not with_config)
         if not with_config:
-            check_model_config(store, index)
             return index, None
         try:
             return index, read_model_config(store, index)
@@ -336,6 +328,27 @@ def read_model(
             if request.layout.cuts_tensors:
                 raise
             return index, None  # the config is only needed to cut tensors
+
+
+def read_index(
+    store: ObjectStore, request: LoadRequest, *, chunk_bytes: int, trust: TrustPolicy, check_config: bool = True
+) -> ModelIndex:
+    """Return the index of the request's model, which is in the store.
+
+    The caller has checked that it may read from there. `check_config`: compare a published config.json with its digest.
+    Raises as `prepare_plan` does.
+    """
+    index = open_model(
+        store,
+        chunk_bytes=chunk_bytes,
+        only_key=request.only_key,
+        trusted_keys=trust.keys_for(request.trusted_keys),
+        signed_name=request.signed_name,
+        revision=request.revision,
+    )
+    if check_config:
+        check_model_config(store, index)
+    return index
 
 
 def plan_model(

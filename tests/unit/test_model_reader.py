@@ -197,6 +197,19 @@ def test_prefetched_tensors_are_there_before_they_are_read(shm_dir: Path):
             assert len(store.reads) == len(chunks)
 
 
+def test_the_first_chunks_are_there_before_anything_is_read(shm_dir: Path):
+    objects = flat_objects(64, 256)
+    store = WrappedStore(MemoryStore(objects))
+    with local_node(shm_dir, slots=30) as node:
+        here = Readers(node, objects, 4096)
+        with here.open(store) as reader:
+            reader.fetch_first()
+            wait_until(lambda: len(store.reads) >= 4)
+            for tensor in here.tensors:
+                here.check(reader, tensor)
+            assert len(store.reads) == len({chunk for chunk, _ in _chunks_of(here, here.tensors)})
+
+
 def wait_until(true: Callable[[], bool]) -> None:
     give_up_s = time.monotonic() + 20
     while not true():
@@ -423,6 +436,16 @@ def test_a_run_wants_more_and_more_ahead():
         lengths.append(len(ahead.wanted(chunk)) - 1)
         ahead.read(chunk)
     assert lengths == [0, 1, 2, 3, 4, 4, 4, 4]
+
+
+def test_a_run_that_begins_with_the_model_has_its_full_length_at_once():
+    ahead = ReadAhead(range(100, 200), limit=3)
+    assert ahead.before_read() == []
+    ahead.begin()
+    assert ahead.before_read() == [100, 101, 102]
+    assert ahead.wanted(101) == [101, 102, 103, 104]
+    assert ahead.read(101) == [100]
+    assert ahead.before_read() == []
 
 
 def test_the_rest_of_a_read_comes_before_a_guess():
