@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,10 @@ from storage.problems import MAX_LISTED, quote
 
 TESTED = ("5.19", "5.23")  # oldest and newest version that was tried: tests run the newest
 _LOG = logging.getLogger("transformers.longshore")  # so that lines appear in transformers' own log
+
+
+_LOADS: Counter[str] = Counter()  # in groups, of this process, by URI
+_REFUSED = ("subfolder", "variant", "gguf_file", "state_dict")  # they name other weights than those of the URI
 
 
 class _Weight(TensorSlice):
@@ -93,6 +98,7 @@ def from_pretrained(
         LayoutError: Parameters got no weights, and `model_class` is None.
         IntegrityError: Bytes are not the published ones.
         LongshoreError: As `safe_open`, and transformers' own errors.
+        ConfigError: An option names other weights (`subfolder`, `variant`, `gguf_file`, `state_dict`).
 
     Example:
         ```python
@@ -103,6 +109,11 @@ def from_pretrained(
         ```
     """
     warn_of_version("transformers", transformers.__version__, TESTED, _LOG)
+    if refused := [name for name in _REFUSED if options.get(name)]:
+        raise ConfigError(
+            f"{', '.join(refused)} cannot be passed: the weights are the safetensors files at the URI",
+            hint="pass the URI of the folder that has them",
+        )
     store = {
         "endpoint_url": endpoint_url,
         "region": region,
@@ -119,7 +130,7 @@ def from_pretrained(
         config = _read_config(folder, options, trust_remote_code=trust_remote_code)
     chosen = _class_of(model_class, config, folder, trust_remote_code=trust_remote_code)
     config = _config_for(chosen, config)
-    given |= {"revision": source.revision if source else revision, **_group(options)}
+    given |= {"revision": source.revision if source else revision, **_group(options, os.fspath(model_uri))}
     tells = options.pop("output_loading_info", False)
     with safe_open(model_uri, **given) as opened:
         weights = _weights(opened)
@@ -211,10 +222,11 @@ def _class_of(asked: Any, config: Any, folder: str, *, trust_remote_code: bool) 
     return next((one for one in several if one.__name__ in names), several[0])
 
 
-def _group(options: Mapping[str, Any]) -> dict[str, Any]:
+def _group(options: Mapping[str, Any], uri: str) -> dict[str, Any]:
     """Return the arguments that let the ranks of a `torchrun` on this machine read as a group; none for one process.
 
-    `options`: those of transformers. It joins the ranks by itself when it is asked to shard.
+    `options`: those of transformers. It joins the ranks by itself when it is asked to shard. Each load of a model has a
+    group of its own: some ranks begin the next one while others still end the last one.
     """
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     shards = any(options.get(name) is not None for name in ("distributed_config", "tp_plan", "tp_size"))
@@ -222,4 +234,6 @@ def _group(options: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    return {"group": f"torchrun {run} {place}", "member": int(os.environ.get("LOCAL_RANK", "0")), "members": size}
+    _LOADS[uri] += 1
+    name = f"torchrun {run} {place} {_LOADS[uri]}"
+    return {"group": name, "member": int(os.environ.get("LOCAL_RANK", "0")), "members": size}

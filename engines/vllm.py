@@ -20,13 +20,13 @@ import resource
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import torch
 import vllm
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -104,10 +104,9 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
             own = getattr(drafting.draft_load_config, "model_loader_extra_config", None)
             if own != self._extra and model_config.model != drafting.target_model_config.model:
                 self._extra = {}  # the target's
-        parallel = vllm_config.parallel_config
-        all_read_the_first = parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel
         try:
-            self._open_ahead(source_of(model_config.model, self._extra), fetch=all_read_the_first)
+            if model_config is vllm_config.model_config:  # others may read next to nothing
+                self._open_ahead(source_of(model_config.model, self._extra), vllm_config.parallel_config)
             model: torch.nn.Module = super().load_model(vllm_config, model_config, **more)
             return model
         finally:
@@ -121,9 +120,9 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         if getattr(model, "allow_patterns_overrides", None):
             raise ConfigError(f"{type(model).__name__} has its weights in several folders, which Longshore cannot read")
         source = source_of(model_config.model, self._extra)
-        opening, self._opening = self._opening, None
         with every_core(os.environ):
-            opened = self._open(source) if opening is None else opening.result()
+            opened = self._open(source) if self._opening is None else self._opening.result()
+            self._opening = None
             yield from opened.lazy_tensors()
             for other in getattr(model, "secondary_weights", ()):
                 if (own := secondary_source(other, model_config.model, source)) is None:
@@ -163,22 +162,23 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
     def close(self) -> None:
         """Close what the weights are read from."""
         opening, self._opening = self._opening, None
-        if opening is not None:  # vLLM could not make the model
-            wait((opening,))
-        while self._opened:
-            self._opened.pop().close()
+        if opening is not None:  # vLLM could not make the model, and its error need not wait for the store
+            opening.add_done_callback(lambda _: self.close())
+        with contextlib.suppress(IndexError):  # two threads may be here
+            while True:
+                self._opened.pop().close()
 
     def __del__(self) -> None:
         self.close()
 
-    def _open_ahead(self, source: ModelSource, *, fetch: bool) -> None:
-        """Open the weights in another thread. `fetch`: also fetch the first of them."""
-        if not self._alone:
-            group_of_engine()  # the workers ask each other, which they do in their main threads
+    def _open_ahead(self, source: ModelSource, parallel: ParallelConfig) -> None:
+        """Open the weights in another thread, and fetch the first of them where every worker here reads them."""
+        members = group_of_engine().get("members", 1)  # the workers ask each other, in their main threads
+        is_all = members == parallel.world_size and parallel.pipeline_parallel_size == 1
 
         def open_and_fetch() -> OpenModel:
             opened = self._open(source)
-            if fetch:
+            if is_all and not parallel.enable_expert_parallel:
                 opened.fetch_first()
             return opened
 
@@ -230,6 +230,8 @@ def check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: Any,
     if model_config.quantization is not None or loaded is None:
         return
     missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
+    if model_config.runner_type == "draft":  # it may have those of its target
+        missing = [name for name in missing if not name.endswith(("embed_tokens.weight", "lm_head.weight"))]
     if missing:
         raise LayoutError(
             f"{len(missing)} parameters got no weights: {', '.join(map(quote, missing[:MAX_LISTED]))}",

@@ -538,6 +538,13 @@ class ChunkFlow:
             self._need_no_more(rank, chunk)
         return bool(dropped)
 
+    def drop_returned(self) -> bool:
+        """Return True if slots may be free now that had chunks which readers gave back unread."""
+        dropped = [] if self._readers is None else self._readers.drop_returned()
+        for rank, chunk in dropped:
+            self._need_no_more(rank, chunk)
+        return bool(dropped)
+
     # -- ranks come and go -------------------------------------------------------------------------------------
 
     def ranks_done(self, job: NodeJob) -> None:

@@ -199,6 +199,10 @@ class NodeLoad:
         self._rest_if_complete()
         return ended
 
+    def drop_returned(self) -> bool:
+        """Return True if slots may be free now that had chunks which readers gave back unread."""
+        return self._flow.drop_returned()
+
     def rank_lost(self, rank: int, incarnation: int, now_s: float) -> set[bytes]:
         """Drop the pins of a rank whose process is dead, or about to be. Return the ended keys.
 

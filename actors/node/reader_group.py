@@ -10,6 +10,9 @@ others. It stays in the window until each of them has read it, has passed it, or
     returned unread     --> expected by the reader itself, while nobody waits for a slot
     idle                --> no progress of this reader for `patience_s` while somebody waits for a slot
 
+Patience begins when the first reader of the group reads or passes something. Engines open a model, and ask for its
+first chunks, while they are not ready to read: nobody is late before somebody has begun.
+
 A chunk that is no longer expected may be read again. Then it comes from the arena's kept slots, or once more from the
 store.
 
@@ -49,6 +52,7 @@ class ReaderGroup:
         self._expected: dict[int, set[int]] = {rank: set() for rank in needs}
         self._returned: set[tuple[int, int]] = set()  # (reader, chunk) of expectations after `returned`
         self._active_s = dict.fromkeys(needs, now_s)
+        self._begun = False  # whether a reader has read or passed something
 
     def may_ask(self, rank: int, chunk: int) -> bool:
         """Return whether the chunk has tensors. A message may name any number."""
@@ -86,7 +90,7 @@ class ReaderGroup:
             other
             for other in self._unread
             if other != rank and self._unread[other][chunk] and chunk not in self._expected[other]
-            if now_s - self._active_s[other] <= self._patience_s
+            if not self._begun or now_s - self._active_s[other] <= self._patience_s
         ]
         for other in found:
             self._expected[other].add(chunk)
@@ -94,7 +98,7 @@ class ReaderGroup:
 
     def read(self, rank: int, chunk: int, now_s: float) -> None:
         """Record that a reader has read the chunk."""
-        self._active_s[rank] = now_s
+        self._goes_on(rank, now_s)
         self.withdraw(rank, chunk)
         self._settle(rank, chunk)
         if self.may_ask(rank, chunk):
@@ -114,7 +118,7 @@ class ReaderGroup:
 
     def passed(self, rank: int, first: int, end: int, now_s: float) -> list[int]:
         """Record that a reader will not read the chunks first .. end - 1. Return those that it expected, ascending."""
-        self._active_s[rank] = now_s
+        self._goes_on(rank, now_s)
         self._unread[rank][max(first, 0) : max(end, 0)] = False
         found = sorted(chunk for chunk in self._expected[rank] if first <= chunk < end)
         for chunk in found:
@@ -155,9 +159,23 @@ class ReaderGroup:
             self._settle(rank, chunk)
         return sorted(found)
 
+    def drop_returned(self) -> list[tuple[int, int]]:
+        """Drop what was returned unread, because another load needs slots. Return it as (reader, chunk)."""
+        found = sorted(self._returned)
+        for rank, chunk in found:
+            self._settle(rank, chunk)
+        return found
+
     def all_expected(self) -> set[int]:
         """Return the chunks that any reader expects."""
         return set().union(*self._expected.values())
+
+    def _goes_on(self, rank: int, now_s: float) -> None:
+        if not self._begun:
+            self._begun = True
+            self._active_s = dict.fromkeys(self._active_s, now_s)
+            self._returned.clear()  # they were not asked for too early: they will be read next
+        self._active_s[rank] = now_s
 
     def _settle(self, rank: int, chunk: int) -> None:
         self._expected[rank].discard(chunk)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -145,6 +146,7 @@ class OpenModel:
         self._uri = uri
         self._tensors = {tensor.name: tensor for tensor in index.tensors}
         self._staging: PinnedStaging | None = None
+        self._staging_lock = threading.Lock()
         self._whole_reads = 0
 
     @property
@@ -326,8 +328,9 @@ class OpenModel:
     def _pinned(self) -> PinnedStaging:
         from actors.devices.cuda_device import PinnedStaging
 
-        self._staging = self._staging or PinnedStaging()
-        return self._staging
+        with self._staging_lock:
+            self._staging = self._staging or PinnedStaging()
+            return self._staging
 
     def _hand_out(self, tensor: torch.Tensor) -> torch.Tensor | np.ndarray[Any, Any]:
         if self._framework == "pt":
@@ -422,38 +425,38 @@ def safe_open(
     store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
     try:
         index = read_index(store, request, chunk_bytes=own.chunk_bytes, trust=TrustPolicy.of(own))
+        tables = ReaderTables.of(index.shards, index.chunks)
+        load_id = f"reader-{uuid.uuid4().hex[:12]}" if group is None else _group_id(group, request.uri)
+        job = NodeJob(
+            load_id=load_id,
+            attempt=1,
+            shared=b"",
+            store_identity=request.store.ref.identity(),
+            ranks=tuple(range(members)),
+            done=frozenset(),
+            min_slots=min_slots(members),
+            chunk_attempts=own.chunk_attempts,
+            lease_deadline_s=own.lease_deadline_s,
+            record=b"",
+            most_requests=own.fetch_threads,
+            hedge_factor=own.hedge_factor,
+            hedge_after_s=own.hedge_after_s,
+            model=model_label(request.uri),
+            on_demand=True,
+            # Chunks without digests are as large as this reader's settings say.
+            revision=index.revision if index.chunks.hash_name else f"{index.revision} {own.chunk_bytes}",
+            group_patience_s=own.group_patience_s,
+        )
+        sizes_are_set = own.arena_bytes or own.window_bytes
+        least_bytes = job.min_slots * own.slot_bytes + (0 if cache or sizes_are_set else _stack_bytes(index))
+        link = HostLink(host_config(own, least_bytes, cache=cache), job, tables)
+        # Later opens of the same member have larger numbers, in whatever process: they take its place.
+        identity = RankIdentity(load_id, 1, member, time.monotonic_ns(), ProcessId.current())
+        reader = ModelReader(link, tables, _with_tensors(index), identity, store, own.fetch_settings(), readers=members)
+        return OpenModel(index, reader, link, FRAMEWORKS[framework], device, request.uri)
     except BaseException:
         store.close()
         raise
-    tables = ReaderTables.of(index.shards, index.chunks)
-    load_id = f"reader-{uuid.uuid4().hex[:12]}" if group is None else _group_id(group, request.uri)
-    job = NodeJob(
-        load_id=load_id,
-        attempt=1,
-        shared=b"",
-        store_identity=request.store.ref.identity(),
-        ranks=tuple(range(members)),
-        done=frozenset(),
-        min_slots=min_slots(members),
-        chunk_attempts=own.chunk_attempts,
-        lease_deadline_s=own.lease_deadline_s,
-        record=b"",
-        most_requests=own.fetch_threads,
-        hedge_factor=own.hedge_factor,
-        hedge_after_s=own.hedge_after_s,
-        model=model_label(request.uri),
-        on_demand=True,
-        # Chunks without digests are as large as this reader's settings say.
-        revision=index.revision if index.chunks.hash_name else f"{index.revision} {own.chunk_bytes}",
-        group_patience_s=own.group_patience_s,
-    )
-    sizes_are_set = own.arena_bytes or own.window_bytes
-    least_bytes = job.min_slots * own.slot_bytes + (0 if cache or sizes_are_set else _stack_bytes(index))
-    link = HostLink(host_config(own, least_bytes, cache=cache), job, tables)
-    # Later opens of the same member have larger numbers, in whatever process: they take its place.
-    identity = RankIdentity(load_id, 1, member, time.monotonic_ns(), ProcessId.current())
-    reader = ModelReader(link, tables, _with_tensors(index), identity, store, own.fetch_settings(), readers=members)
-    return OpenModel(index, reader, link, FRAMEWORKS[framework], device, request.uri)
 
 
 def _stack_bytes(index: ModelIndex) -> int:

@@ -187,6 +187,8 @@ def test_typed_errors(tmp_path: Path) -> None:
     from engines.transformers import from_pretrained
 
     folder = save("llama", tmp_path / "llama")
+    with pytest.raises(ConfigError, match="subfolder"):
+        from_pretrained(folder, subfolder="text_encoder")
     path = folder / "config.json"
     config = path.read_text()
     path.write_text(config.replace("LlamaForCausalLM", "NoSuchModel"))

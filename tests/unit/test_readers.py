@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors.node.reader_group import ReaderGroup
 from actors.rank.state import RankIdentity
 from actors.reader.state import IDLE_S, ReaderState
+from cluster.fit.needs import min_slots
 from cluster.messages import NodeJob, Orders, RankUpdate
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from tests.support.node_simulation import CHUNK_BYTES, MOST_REQUESTS, NodeSimulation, SimLoad, SimModel, SimRank
@@ -131,9 +132,25 @@ def test_idle_readers_lose_their_chunks_when_slots_are_short():
     assert readers.drop(0, 5, [2], NOTHING, 0.0) == [(1, 2)]  # the arena keeps it
     assert readers.drop(0, 5, [], NOTHING, PATIENCE_S) == []
     assert readers.drop(0, 5, [], NOTHING, PATIENCE_S + 1) == [(1, 1)]
-    assert readers.asked(0, 3, PATIENCE_S + 1) == []
+    readers.read(0, 1, PATIENCE_S + 1)
+    assert readers.asked(0, 3, 2 * PATIENCE_S + 2) == []
     readers.read(1, 0, PATIENCE_S + 1)  # it goes on
     assert readers.asked(0, 4, PATIENCE_S + 1) == [1]
+
+
+def test_nobody_is_late_before_a_reader_has_read_something():
+    readers = group(2)
+    readers.asked(0, 0, 0.0)
+    readers.asked(1, 0, 0.0)
+    for rank in (0, 1):
+        readers.returned(rank, 0)  # their programs are not ready yet
+    late_s = 3 * PATIENCE_S
+    assert readers.asked(0, 0, late_s) == []
+    assert readers.asked(0, 1, late_s) == [1]
+    readers.read(0, 0, late_s)
+    assert readers.asked(0, 2, late_s + PATIENCE_S) == [1]
+    assert readers.drop(0, 3, [], NOTHING, late_s + PATIENCE_S) == []  # not even what was returned
+    assert readers.drop(0, 3, [], NOTHING, late_s + PATIENCE_S + 1) == [(1, 0), (1, 1), (1, 2)]
 
 
 # --- on a node -----------------------------------------------------------------------------------------------
@@ -447,6 +464,25 @@ def test_a_reader_that_is_not_used_gives_everything_back():
     assert not reader.state.readable
     assert here.node.cache.stats().in_use_slots <= 2  # those that were not read are expected, until others need slots
     reader.read_now(2)
+    here.close()
+
+
+def test_another_load_gets_the_slots_of_what_was_given_back_unread():
+    here = Group(slots=8, chunks=10, readers=1)
+    (reader,) = here.all
+    reader.state.want(range(7))
+    for _ in range(4):
+        reader.take_turn()
+    here.node.time_passes(IDLE_S + 1)
+    reader.take_turn()
+    assert here.node.cache.stats().in_use_slots > 8 - min_slots(1)
+    other = ReaderLoad("other", SimModel(tuple(range(50, 60))), {0: list(range(10))}, incarnations={0: 0})
+    here.node.loads["other"] = other
+    here.node.begin(other)
+    assert other.begun
+    here.all.append(SimReader(here.node, other, 0, 0))
+    here.all[-1].read_now(3)
+    reader.read_now(0)
     here.close()
 
 
