@@ -164,9 +164,9 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         opening, self._opening = self._opening, None
         if opening is not None:  # vLLM could not make the model, and its error need not wait for the store
             opening.add_done_callback(lambda _: self.close())
-        with contextlib.suppress(IndexError):  # two threads may be here
-            while True:
-                self._opened.pop().close()
+        opened, self._opened = self._opened, []
+        for each in opened:
+            each.close()
 
     def __del__(self) -> None:
         self.close()
@@ -174,11 +174,12 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
     def _open_ahead(self, source: ModelSource, parallel: ParallelConfig) -> None:
         """Open the weights in another thread, and fetch the first of them where every worker here reads them."""
         members = group_of_engine().get("members", 1)  # the workers ask each other, in their main threads
-        is_all = members == parallel.world_size and parallel.pipeline_parallel_size == 1
+        reads_first = members == parallel.world_size  # all workers are here, and each has a part of every layer
+        reads_first &= parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel
 
         def open_and_fetch() -> OpenModel:
             opened = self._open(source)
-            if is_all and not parallel.enable_expert_parallel:
+            if reads_first:
                 opened.fetch_first()
             return opened
 

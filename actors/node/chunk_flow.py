@@ -533,14 +533,14 @@ class ChunkFlow:
             return False
         kept = [chunk for chunk in self._readers.all_expected() if self._cache.kept(self.keys[chunk]) is not None]
         granted = {rank: place.granted for rank, place in self.ranks.items()}
-        dropped = self._readers.drop(rank, chunk, kept, granted, now_s)
-        for rank, chunk in dropped:
-            self._need_no_more(rank, chunk)
-        return bool(dropped)
+        return self._let_go(self._readers.drop(rank, chunk, kept, granted, now_s))
 
     def drop_returned(self) -> bool:
         """Return True if slots may be free now that had chunks which readers gave back unread."""
-        dropped = [] if self._readers is None else self._readers.drop_returned()
+        return self._readers is not None and self._let_go(self._readers.drop_returned())
+
+    def _let_go(self, dropped: list[tuple[int, int]]) -> bool:
+        """Let readers need these (rank, chunk) no more. Return whether there are any."""
         for rank, chunk in dropped:
             self._need_no_more(rank, chunk)
         return bool(dropped)

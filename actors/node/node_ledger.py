@@ -165,7 +165,7 @@ class NodeLedger:
         if job.group is not None:
             self._members[job.load_id] = job.group
         granted = self._cache.reserve(job.part, job.min_slots)
-        if not granted and any([load.drop_returned() for load in self._loads.values()]):
+        if not granted and any([load.drop_returned() for load in self._loads.values()]):  # a list: of every load
             granted = self._cache.reserve(job.part, job.min_slots)
         self._asking[job.part] = job, now_s
         return None if granted else False

@@ -4,7 +4,7 @@
     transformers_*   `from_pretrained` in this process
 
 The clock starts at the call that begins to fetch weights or config, and stops when every weight is in its place. The
-start of vLLM's processes is not counted, as it is the same for all.
+start of vLLM's processes is not counted, as it is the same for all. Making the model without weights is counted.
 """
 
 from __future__ import annotations
