@@ -6,7 +6,21 @@ that engine or by the user. Importing this package costs nothing. `transformers`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from logging import Logger
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Return the future result of `work`, which runs in a thread of its own. The thread ends with it."""
+    pool = ThreadPoolExecutor(1, "longshore-open")
+    try:
+        return pool.submit(work)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def warn_of_version(engine: str, version: str, tested: tuple[str, str], log: Logger) -> None:

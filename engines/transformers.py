@@ -4,16 +4,20 @@
     safe_open ------> slices: transformers asks each for what it needs, `[...]` or the part of its rank
                   --> model_class.from_pretrained(None, config=..., state_dict=slices)
 
+The weights are opened, and the first ones fetched, while Python imports the model's class.
+
 transformers reads with a few threads, and asks the slices for exactly the part that a rank holds when it shards
 (`distributed_config`). So each rank reads only the chunks that its parts touch, and the ranks of a machine share them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from cluster.argument_types import checks_arguments
 from cluster.config import Config
 from cluster.errors import ConfigError, LayoutError
 from cluster.small_files import config_folder, read_source
-from engines import warn_of_version
+from engines import in_thread, warn_of_version
 from storage.problems import MAX_LISTED, quote
 
 TESTED = ("5.19", "5.23")  # oldest and newest version that was tried: tests run the newest
@@ -125,15 +129,16 @@ def from_pretrained(
     given: dict[str, Any] = {**store, "config": settings}
     folder = config_folder(model_uri, code=trust_remote_code, revision=revision, **given)
     source = read_source(folder)
-    config = options.pop("config", None)
-    if config is None:
-        config = _read_config(folder, options, trust_remote_code=trust_remote_code)
-    chosen = _class_of(model_class, config, folder, trust_remote_code=trust_remote_code)
-    config = _config_for(chosen, config)
     given |= {"revision": source.revision if source else revision, **_group(options, os.fspath(model_uri))}
     tells = options.pop("output_loading_info", False)
-    with safe_open(model_uri, **given) as opened:
-        weights = _weights(opened)
+    with _opening(model_uri, given) as opening:
+        config = options.pop("config", None)
+        if config is None:
+            config = _read_config(folder, options, trust_remote_code=trust_remote_code)
+        chosen = _class_of(model_class, config, folder, trust_remote_code=trust_remote_code)
+        config = _config_for(chosen, config)
+        opened = opening.result()
+        weights = {name: _Weight(opened, opened._tensor(name)) for name in opened.offset_keys()}
         model, info = chosen.from_pretrained(
             None, config=config, state_dict=weights, output_loading_info=True, **options
         )
@@ -163,8 +168,39 @@ def from_pretrained(
     return (model, info) if tells else model
 
 
-def _weights(opened: OpenModel) -> dict[str, _Weight]:
-    return {name: _Weight(opened, opened._tensor(name)) for name in opened.offset_keys()}
+@contextlib.contextmanager
+def _opening(model_uri: str | os.PathLike[str], given: Mapping[str, Any]) -> Iterator[Future[OpenModel]]:
+    """Open the weights in another thread. They are closed after the block.
+
+    A process that reads alone fetches them ahead in transformers' order, and keeps the chunks that it will read again.
+    The ranks of a group read parts, which only they know. They find such chunks in the cache.
+    """
+    alone = "group" not in given
+
+    def open_and_fetch() -> OpenModel:
+        opened = safe_open(model_uri, cache=not alone, **given)
+        if alone:
+            names: list[str] = sorted(opened.keys(), key=_natural)
+            opened.prefetch(names)
+        return opened
+
+    def close(opened: Future[OpenModel]) -> None:
+        if opened.exception() is None:
+            opened.result().close()
+
+    opening = in_thread(open_and_fetch)
+    try:
+        yield opening
+    finally:
+        if opening.done():
+            close(opening)
+        else:  # transformers could not make the model, and its error need not wait for the store
+            opening.add_done_callback(close)
+
+
+def _natural(name: str) -> list[tuple[bool, int | str]]:
+    """Return a key that sorts names nearly as transformers does: numbers as numbers, and before words."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else part) for part in name.split(".")]
 
 
 # Arguments of transformers' `from_pretrained` that a config has a field for too

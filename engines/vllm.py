@@ -20,7 +20,7 @@ import resource
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
@@ -35,7 +35,7 @@ from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
 from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
-from engines import warn_of_version
+from engines import in_thread, warn_of_version
 from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.errors import LongshoreError
 from storage.host.processes import pid_namespace
@@ -184,9 +184,7 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
             return opened
 
         with every_core(os.environ):
-            pool = ThreadPoolExecutor(1, "longshore-open")
-            self._opening = pool.submit(open_and_fetch)
-            pool.shutdown(wait=False)  # its thread ends when this is done
+            self._opening = in_thread(open_and_fetch)
 
     def _open(self, source: ModelSource) -> OpenModel:
         options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}

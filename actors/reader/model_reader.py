@@ -14,8 +14,9 @@ would cost a round trip to the store.
                 ^ the chunk that is read now
 
 A read far from the run so far begins a new run. A program that knows its reads names them (`ReadAhead.plan`). Then
-these are wanted, and nothing is guessed. One that knows that it will read everything in file order says so
-(`ReadAhead.begin`), and the first run has its full length from the start.
+these are wanted, nothing is guessed, and a chunk that a later one needs again stays, if not too many do. One that knows
+that it will read everything in file order says so (`ReadAhead.begin`), and the first run has its full length from the
+start.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,13 +66,33 @@ class ReadAhead:
         self._number = {chunk: number for number, chunk in enumerate(chunks)}
         self._first, self._high = 0, -3  # of the run: numbers of its first and its last chunk; no chunk continues this
         self._begins = False
-        self._planned: dict[int, None] = {}  # not read yet, in the order in which they will be
+        self._plan_end = self._plan_at = 0  # places in the plan: of its end, and of the furthest chunk that was wanted
+        self._planned: OrderedDict[int, int] = OrderedDict()  # chunk not wanted by a read yet -> its place in the plan
+        self._planned_reads: Counter[int] = Counter()  # chunk -> planned reads of it that are to come
+        self._under_way: Counter[int] = Counter()  # chunk -> reads that are under way and touch it
         self._ahead: dict[int, None] = {}  # wanted and not read
         self._read: OrderedDict[int, None] = OrderedDict()  # read and not given back, the last read last
+        self._held: set[int] = set()  # read and not given back, because the plan reads them again; at most `limit`
 
     def plan(self, chunks: Iterable[int]) -> None:
-        """Name chunks that will be read, in this order, after those named before."""
-        self._planned.update(dict.fromkeys(chunk for chunk in chunks if chunk in self._number))
+        """Name chunks that will be read, in this order, after those named before: once for each read of it.
+
+        Chunks of the plan that were passed over are forgotten when reads have come further than `limit` beyond them.
+        """
+        for chunk in chunks:
+            if chunk in self._number:
+                self._planned_reads[chunk] += 1
+                self._planned.setdefault(chunk, self._plan_end)
+                self._plan_end += 1
+
+    def read_begins(self, chunks: Iterable[int]) -> None:
+        """Say that a read of these chunks begins. None of them is given back before `read_ends`, if it is unread."""
+        self._under_way.update(chunks)
+
+    def read_ends(self, chunks: Iterable[int]) -> None:
+        """Say that the read of these chunks has ended."""
+        self._under_way.subtract(chunks)
+        self._under_way += Counter()  # without those that nothing reads
 
     def begin(self) -> None:
         """Say that chunks will be read in file order, from the first one on. Nothing was read yet."""
@@ -86,8 +107,11 @@ class ReadAhead:
         self._ahead.update(dict.fromkeys(found))
         return found
 
-    def wanted(self, chunk: int, following: Iterable[int] = ()) -> list[int]:
-        """Return what to want now: the chunk that is read, what the same read needs after it, and a guess."""
+    def wanted(self, chunk: int, following: Sequence[int] = ()) -> list[int]:
+        """Return what to want now: the chunk that is read, what the same read needs after it, and a guess.
+
+        Reads that are under way at once share `limit`.
+        """
         number = self._number.get(chunk)
         if number is None:  # of a header
             return [chunk]
@@ -96,30 +120,47 @@ class ReadAhead:
             self._high = max(self._high, number)
         else:
             self._first = self._high = number
-        found = {chunk: None} | dict.fromkeys(following)
-        for each in found:
-            self._planned.pop(each, None)
-        if self._planned:
+        for each in chain([chunk], following):
+            self._plan_at = max(self._plan_at, self._planned.pop(each, 0))
+        while self._planned and next(iter(self._planned.values())) + self.limit < self._plan_at:
+            self._planned.popitem(last=False)
+        if self._planned or self._planned_reads[chunk]:
             guess: Iterable[int] = islice(self._planned, self.limit)
         else:
             run = self._high - self._first
             guess = self._chunks[self._high + 1 : self._high + 1 + min(run, self.limit)]
-        ahead = [each for each in (*found, *guess) if each != chunk][: self.limit]
-        self._ahead.update(dict.fromkeys([chunk, *ahead]))
-        return [chunk, *ahead]
+        room, wanted = self.limit - len(self._ahead.keys() - {chunk}), {chunk: None}
+        for each in chain(following, guess):
+            if len(wanted) > self.limit or (each not in self._ahead and room <= 0):
+                break
+            room -= each not in self._ahead and each not in wanted
+            wanted[each] = None
+        self._ahead.update(wanted)
+        return [*wanted]
 
-    def read(self, chunk: int, following: Iterable[int] = ()) -> list[int]:
-        """Record that a chunk was read. Return the chunks to give back: read ones, and those of an ended run.
-
-        `following`: what the same read needs after it.
-        """
+    def read(self, chunk: int) -> list[int]:
+        """Record that a chunk was read. Return the chunks to give back: read ones, and those of an ended run."""
         self._ahead.pop(chunk, None)
+        self._held.discard(chunk)
         self._read[chunk] = None
         self._read.move_to_end(chunk)
-        gone = [self._read.popitem(last=False)[0] for _ in range(len(self._read) - min(KEPT, self.limit))]
-        high = self._high
-        keep = {*following, *islice(self._planned, self.limit), *self._chunks[high + 1 : high + 1 + self.limit]}
-        ended = [each for each in self._ahead if each not in keep]
+        if self._planned_reads[chunk] > 0:
+            self._planned_reads[chunk] -= 1
+        gone = []
+        while len(self._read) > min(KEPT, self.limit):
+            oldest, _ = self._read.popitem(last=False)
+            if self._planned_reads[oldest] and len(self._held) < self.limit:
+                self._held.add(oldest)
+            else:
+                gone.append(oldest)
+        next_planned, high = set(islice(self._planned, self.limit)), self._high
+        ended = [
+            each
+            for each in self._ahead
+            if each not in self._under_way
+            and each not in next_planned
+            and not high < self._number.get(each, high) <= high + self.limit
+        ]
         for each in ended:
             del self._ahead[each]
         return gone + ended
@@ -268,13 +309,15 @@ class ModelReader(ChunkLoader):
             self.delivered_bytes += items.size_bytes
         chunks = items.chunk_ids().tolist()
         copies: deque[Future[None]] = deque()
+        with self._ahead_lock:
+            self._ahead.read_begins(chunks)
         try:
             for number, chunk in enumerate(chunks):
                 following = chunks[number + 1 :]
                 with self._ahead_lock:
                     wanted, at_once = self._ahead.wanted(chunk, following), min(self._copiers, self._ahead.limit)
                 slot = self._reader_work.begin_read(chunk, wanted)
-                copy = functools.partial(self._copy_chunk, items, target, chunk, slot, following)
+                copy = functools.partial(self._copy_chunk, items, target, chunk, slot)
                 if len(chunks) == 1 or at_once == 1:
                     copy()
                     continue
@@ -287,6 +330,8 @@ class ModelReader(ChunkLoader):
                     copies.popleft()
         finally:
             wait(copies)  # no thread writes to the target when this returns
+            with self._ahead_lock:
+                self._ahead.read_ends(chunks)
         for each in copies:
             each.result()
 
@@ -297,13 +342,13 @@ class ModelReader(ChunkLoader):
                 hint="call safe_open in each process, or start processes with spawn",
             )
 
-    def _copy_chunk(self, items: ReadItems, target: Segment, chunk: int, slot: int, following: Sequence[int]) -> None:
+    def _copy_chunk(self, items: ReadItems, target: Segment, chunk: int, slot: int) -> None:
         """Copy what the items take from one chunk, and end the read of it."""
         gone = [chunk]
         try:
             place_items(lambda _: target, self._slot(slot), items, items.for_chunk(chunk))
             with self._ahead_lock:
-                gone = self._ahead.read(chunk, following)
+                gone = self._ahead.read(chunk)
         finally:
             self._reader_work.end_read(chunk, gone)
 
@@ -317,13 +362,19 @@ class ModelReader(ChunkLoader):
         return int(first + np.searchsorted(self._tables.chunks.end[first:end], tensor.end, side="right"))
 
     def prefetch(self, boxes: Iterable[tuple[Tensor, Sequence[int], Sequence[int]]]) -> None:
-        """Fetch what (tensor, offsets, sizes) touch, in this order, meanwhile. Raises ReaderClosed."""
+        """Fetch what (tensor, offsets, sizes) touch, in this order, meanwhile. Raises ReaderClosed.
+
+        Chunks that several of them touch stay for the next one, as many as are fetched ahead.
+        """
         self._check_process()
         if self._reader_work.state.finished:
             raise closed()
-        planned: dict[int, None] = {}
+        planned: list[int] = []
         for tensor, offsets, sizes in boxes:
-            planned.update(dict.fromkeys(self._items(tensor, tensor.shape, offsets, sizes).chunk_ids().tolist()))
+            if tuple(sizes) == tensor.shape:
+                planned += range(*self._chunks_of(tensor))
+            else:
+                planned += self._items(tensor, tensor.shape, offsets, sizes).chunk_ids().tolist()
         with self._ahead_lock:
             self._ahead.plan(planned)
             first = self._ahead.before_read()
@@ -353,9 +404,7 @@ class ModelReader(ChunkLoader):
         chunks, size_bytes = self._tables.chunks, _size_bytes(tensor, shape, sizes)
         if not size_bytes:
             return ReadItems(*(np.empty(0, np.int64) for _ in ReadItems.__slots__))
-        first, end = self._first_row[tensor.shard], self._first_row[tensor.shard + 1]
-        low = int(first + np.searchsorted(chunks.end[first:end], tensor.start, side="right"))
-        high = int(first + np.searchsorted(chunks.start[first:end], tensor.end, side="left"))
+        low, high = self._chunks_of(tensor)
         mine = ChunkTable(np.zeros(high - low, np.int32), chunks.start[low:high], chunks.end[low:high], None, None)
         region = Region(tuple(((offset, offset + size),) for offset, size in zip(offsets, sizes, strict=True)))
         piece = TensorSlice(
@@ -363,6 +412,14 @@ class ModelReader(ChunkLoader):
         )
         items = expand_read_items([piece], mine)
         return ReadItems(items.chunk + low, *(getattr(items, name) for name in ReadItems.__slots__[1:]))
+
+    def _chunks_of(self, tensor: Tensor) -> tuple[int, int]:
+        """Return the first chunk of a tensor that is not empty, and the one after its last."""
+        chunks = self._tables.chunks
+        first, end = self._first_row[tensor.shard], self._first_row[tensor.shard + 1]
+        low = first + np.searchsorted(chunks.end[first:end], tensor.start, side="right")
+        high = first + np.searchsorted(chunks.start[first:end], tensor.end, side="left")
+        return int(low), int(high)
 
     def _slot(self, slot: int) -> memoryview:
         if self._arena is None:

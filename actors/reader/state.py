@@ -172,7 +172,8 @@ class ReaderState(RankState):
                 self._unasked.pop(chunk, None)
             else:
                 unwanted.append(chunk)
-        if orders.short_of == "slots" and self.wanted:
+        # What was given back meanwhile, and the agent does not know of, may be enough.
+        if orders.short_of == "slots" and self.wanted and not (self.results.placed or self._returned_unread):
             # Read ones first; else the one that came last, as it is wanted last. It has to be fetched again.
             spare = [chunk for chunk in self.readable if not self.awaited[chunk]]
             unwanted += [chunk for chunk in spare if chunk in self._was_read] or spare[-1:]

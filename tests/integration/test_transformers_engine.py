@@ -245,6 +245,30 @@ def test_memory_is_at_most_the_model_and_the_window(tmp_path: Path) -> None:
     assert peak_bytes < model_bytes + (32 << 20) + (32 << 20)  # the window, and all else
 
 
+def test_hardly_a_chunk_is_fetched_twice_in_the_order_of_transformers(tmp_path: Path, monkeypatch: Any) -> None:
+    """It sorts by name, while files have another order, and no layer fits in the window."""
+    from actors.reader.open_model import OpenModel
+    from engines.transformers import from_pretrained
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 6144, "vocab_size": 8000, "num_hidden_layers": 2}
+    folder = save("llama", tmp_path / "llama", **sizes)
+    fetched, close = [], OpenModel.close
+
+    def report_and_close(opened: OpenModel) -> None:
+        fetched.append(opened.report())
+        close(opened)
+
+    monkeypatch.setattr(OpenModel, "close", report_and_close)
+    settings = Config(arena_bytes=32 << 20, window_bytes=32 << 20, slot_bytes=1 << 20, chunk_bytes=1 << 20)
+    from_pretrained(folder, settings=settings)
+    (report,) = fetched
+    assert report["read_bytes"] > 2 * settings.window_bytes
+    assert report["cached_bytes"] == 0
+    # Nearly always none. A window that is full for a moment may cost some; without a plan it is 10 MB.
+    assert report["refetched_bytes"] <= 5 * settings.chunk_bytes
+    assert 0 <= report["store_bytes"] - report["refetched_bytes"] - report["read_bytes"] < 1 << 16  # the headers
+
+
 RANK = """
 import hashlib, json, os, sys
 import torch, torch.distributed as dist

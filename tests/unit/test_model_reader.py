@@ -443,8 +443,9 @@ def test_a_run_that_begins_with_the_model_has_its_full_length_at_once():
     assert ahead.before_read() == []
     ahead.begin()
     assert ahead.before_read() == [100, 101, 102]
-    assert ahead.wanted(101) == [101, 102, 103, 104]
+    assert ahead.wanted(101) == [101, 102, 103]  # 100 was fetched for nothing, and counts until it is given back
     assert ahead.read(101) == [100]
+    assert ahead.wanted(102) == [102, 103, 104, 105]
     assert ahead.before_read() == []
 
 
@@ -467,6 +468,63 @@ def test_planned_chunks_may_be_read_in_another_order():
         ahead.wanted(chunk)
         ahead.read(chunk)
     assert ahead.wanted(5) == [5, 80, 90]
+
+
+def test_planned_chunks_that_are_passed_over_are_forgotten_in_time():
+    ahead = ReadAhead(range(100), limit=2)
+    ahead.plan(range(10, 20))
+    wanted = []
+    for chunk in range(12, 17):  # 10 and 11 are never read
+        wanted.append(ahead.wanted(chunk)[1:])
+        gone = ahead.read(chunk)
+    assert wanted == [[10, 11], [11], [15], [16, 17], [17, 18]]
+    assert not {10, 11} & {*ahead.wanted(17), *gone}
+
+
+def test_chunks_that_the_plan_reads_again_stay_for_that():
+    ahead = ReadAhead(range(100), limit=5)
+    ahead.plan([0, 1, *range(10, 20), 0, 1, *range(20, 30), 1])
+    gone: list[int] = []
+
+    def read(*chunks: int) -> None:
+        for chunk in chunks:
+            ahead.wanted(chunk)
+            gone.extend(ahead.read(chunk))
+
+    read(0, 1, *range(10, 20))
+    assert not {0, 1} & {*gone}
+    read(0, 1, *range(20, 30))
+    assert 0 in gone
+    assert 1 not in gone
+    read(1, *range(30, 36))
+    assert 1 in gone
+
+
+def test_no_more_chunks_stay_for_the_plan_than_are_fetched_ahead():
+    ahead = ReadAhead(range(100), limit=3)
+    ahead.plan([*range(50), *range(50)])
+    held: set[int] = set()
+    for chunk in range(50):
+        ahead.wanted(chunk)
+        held = (held | {chunk}) - {*ahead.read(chunk)}
+    assert held == {0, 1, 2} | {47, 48, 49}
+
+
+def test_reads_at_once_share_the_limit_and_keep_what_they_wait_for():
+    ahead = ReadAhead(range(100), limit=4)
+    first, second = [0, 1, 2, 3, 4, 5], [50, 51, 52, 53]
+    ahead.read_begins(first)
+    ahead.read_begins(second)
+    assert ahead.wanted(0, first[1:]) == [0, 1, 2, 3, 4]
+    assert ahead.wanted(50, second[1:]) == [50]
+    assert ahead.read(50) == []  # chunks 1 to 4 are far from there, and somebody waits for them
+    assert ahead.wanted(51, second[2:]) == [51]
+    assert ahead.read(0) == []
+    assert ahead.wanted(1, first[2:]) == [1, 2, 3, 4]  # 51 is the fifth
+    assert ahead.read(1) == []
+    ahead.read_ends(first)  # it failed
+    assert ahead.wanted(51, second[2:]) == [51, 52]
+    assert ahead.read(51) == [2, 3, 4]
 
 
 def test_read_chunks_and_those_of_an_ended_run_are_given_back():
