@@ -153,13 +153,13 @@ class ReadAhead:
                 self._held.add(oldest)
             else:
                 gone.append(oldest)
-        next_planned, high = set(islice(self._planned, self.limit)), self._high
-        ended = [
+        next_planned = set(islice(self._planned, self.limit))
+        ended = [  # what is a little behind the run, another thread may be about to read
             each
             for each in self._ahead
             if each not in self._under_way
             and each not in next_planned
-            and not high < self._number.get(each, high) <= high + self.limit
+            and abs(self._number.get(each, self._high) - self._high) > self.limit
         ]
         for each in ended:
             del self._ahead[each]

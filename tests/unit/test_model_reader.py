@@ -443,9 +443,13 @@ def test_a_run_that_begins_with_the_model_has_its_full_length_at_once():
     assert ahead.before_read() == []
     ahead.begin()
     assert ahead.before_read() == [100, 101, 102]
-    assert ahead.wanted(101) == [101, 102, 103]  # 100 was fetched for nothing, and counts until it is given back
-    assert ahead.read(101) == [100]
-    assert ahead.wanted(102) == [102, 103, 104, 105]
+    gone, wanted = [], []
+    for chunk in range(101, 105):  # 100 was fetched for nothing, and counts until it is far behind
+        wanted.append(ahead.wanted(chunk))
+        gone += ahead.read(chunk)
+    assert wanted == [[chunk, chunk + 1, chunk + 2] for chunk in range(101, 105)]
+    assert gone == [101, 100]
+    assert ahead.wanted(105) == [105, 106, 107, 108]
     assert ahead.before_read() == []
 
 
