@@ -19,6 +19,7 @@ from bench.options import new_parser, output_folder, write_json
 STEPS: dict[str, tuple[str, ...]] = {
     "loads": ("bench.run",),
     "engines": ("bench.run", "--only", "vllm*/*,transformers/*", "--out", "bench/out/engines"),
+    "kept": ("bench.run", "--only", "tp2/kept", "--size", "2GB", "--out", "bench/out/kept"),
     "hashes": ("bench.hashes",),
     "startup": ("bench.startup",),
     "precision": ("bench.precision",),
@@ -30,6 +31,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 SMALL: dict[str, tuple[str, ...]] = {
     "loads": ("--small",),
     "engines": ("--small",),
+    "kept": ("--small", "--size", "40MB"),
     "hashes": ("--rounds", "1", "--seconds", "0.05"),
     "startup": ("--rounds", "1"),
     "precision": ("--size", "64MiB"),

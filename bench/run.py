@@ -35,6 +35,7 @@ from cluster.joining.patience import sigterm_interrupts
 SIZE, SMALL_SIZE = "1GB", "40MB"
 ROUNDS = 3
 _LIMITS, _OURS = ("limit_arena", "limit_direct"), ("longshore_arena", "longshore_direct")
+_UNKEPT = ("longshore_arena_unkept", "longshore_direct_unkept")
 _HTTP = (*_LIMITS, *_OURS, "runai", "obstore_whole", "obstore_rows", "download")
 
 
@@ -83,7 +84,9 @@ SCENES = (
         mbit=5000,
     ),
 )
-ENGINES = (
+# In steps of their own
+OTHERS = (
+    Scene("tp2/kept", "Tensor parallel over 2 ranks, what keeping costs", _tp(2), (*_LIMITS, *_OURS, *_UNKEPT)),
     Scene("vllm1/http", "vLLM on the CPU, 1 rank", _tp(1), _VLLM),
     Scene("vllm2/http", "vLLM on the CPU, tensor parallel over 2 ranks", _tp(2), _VLLM),
     Scene(
@@ -102,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"argument --only: no contender and no scene is called {pattern!r}")
     entries = choose(patterns)
     chosen = {entry.scene for entry in entries}
-    scenes = {scene.name: scene for scene in (*SCENES, *ENGINES) if scene.name in chosen}
+    scenes = {scene.name: scene for scene in (*SCENES, *OTHERS) if scene.name in chosen}
     size_bytes = options.size or size(SMALL_SIZE if options.small else SIZE)
     rounds = options.rounds or (1 if options.small else ROUNDS)
     tuned = not (options.small or options.no_tuning)
@@ -154,7 +157,7 @@ def choose(patterns: Sequence[str]) -> list[Entry]:
     """Return the entries whose contender, scene or id matches a pattern, scene by scene."""
     return [
         entry
-        for scene in (*SCENES, *ENGINES)
+        for scene in (*SCENES, *OTHERS)
         for entry in entries_of((CONTENDERS[name] for name in scene.contenders), scene.name)
         if any(fnmatch.filter((entry.contender.name, entry.scene, entry.id), pattern) for pattern in patterns)
     ]

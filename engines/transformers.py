@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -130,8 +131,9 @@ def from_pretrained(
     folder = config_folder(model_uri, code=trust_remote_code, revision=revision, **given)
     source = read_source(folder)
     given |= {"revision": source.revision if source else revision, **_group(options, os.fspath(model_uri))}
+    alone = _reads_alone_by_name(options)
     tells = options.pop("output_loading_info", False)
-    with _opening(model_uri, given) as opening:
+    with _opening(model_uri, given, alone=alone) as opening:
         config = options.pop("config", None)
         if config is None:
             config = _read_config(folder, options, trust_remote_code=trust_remote_code)
@@ -169,19 +171,23 @@ def from_pretrained(
 
 
 @contextlib.contextmanager
-def _opening(model_uri: str | os.PathLike[str], given: Mapping[str, Any]) -> Iterator[Future[OpenModel]]:
+def _opening(
+    model_uri: str | os.PathLike[str], given: Mapping[str, Any], *, alone: bool
+) -> Iterator[Future[OpenModel]]:
     """Open the weights in another thread. They are closed after the block.
 
-    A process that reads alone fetches them ahead in transformers' order, and keeps the chunks that it will read again.
-    The ranks of a group read parts, which only they know. They find such chunks in the cache.
+    `alone`: fetch them ahead in the order of names, and keep in the window what will be read again. Others find what
+    they read again in the cache.
     """
-    alone = "group" not in given
 
     def open_and_fetch() -> OpenModel:
         opened = safe_open(model_uri, cache=not alone, **given)
-        if alone:
-            names: list[str] = sorted(opened.keys(), key=_natural)
+        try:
+            names: list[str] = sorted(opened.keys(), key=_natural) if alone else []
             opened.prefetch(names)
+        except BaseException:
+            opened.close()
+            raise
         return opened
 
     def close(opened: Future[OpenModel]) -> None:
@@ -198,9 +204,22 @@ def _opening(model_uri: str | os.PathLike[str], given: Mapping[str, Any]) -> Ite
             opening.add_done_callback(close)
 
 
-def _natural(name: str) -> list[tuple[bool, int | str]]:
-    """Return a key that sorts names nearly as transformers does: numbers as numbers, and before words."""
-    return [(not part.isdigit(), int(part) if part.isdigit() else part) for part in name.split(".")]
+def _reads_alone_by_name(options: Mapping[str, Any]) -> bool:
+    """Return whether this process reads the whole model, no other of its job does, and it reads in the order of names.
+
+    transformers does not where it quantizes or offloads to disk while it loads (`core_model_loading`, its thread pool).
+    """
+    devices = options.get("device_map")
+    to_disk = options.get("offload_folder") or (isinstance(devices, Mapping) and "disk" in devices.values())
+    others = _shards(options) or _is_distributed() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    in_order = not (options.get("quantization_config") or to_disk or os.environ.get("HF_DEACTIVATE_ASYNC_LOAD"))
+    return in_order and not others
+
+
+def _natural(name: str) -> list[tuple[bool, str, int]]:
+    """Return the key by which transformers sorts names: numbers as numbers, also at the end of words."""
+    parts = [re.fullmatch(r"(.*?)([0-9]*)", part, re.DOTALL) for part in name.split(".")]
+    return [(bool(part[1]), part[1], int(part[2] or -1)) for part in parts if part is not None]
 
 
 # Arguments of transformers' `from_pretrained` that a config has a field for too
@@ -258,6 +277,14 @@ def _class_of(asked: Any, config: Any, folder: str, *, trust_remote_code: bool) 
     return next((one for one in several if one.__name__ in names), several[0])
 
 
+def _shards(options: Mapping[str, Any]) -> bool:
+    return any(options.get(name) is not None for name in ("distributed_config", "tp_plan", "tp_size"))
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _group(options: Mapping[str, Any], uri: str) -> dict[str, Any]:
     """Return the arguments that let the ranks of a `torchrun` on this machine read as a group; none for one process.
 
@@ -265,8 +292,7 @@ def _group(options: Mapping[str, Any], uri: str) -> dict[str, Any]:
     group of its own: some ranks begin the next one while others still end the last one.
     """
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    shards = any(options.get(name) is not None for name in ("distributed_config", "tp_plan", "tp_size"))
-    if size < 2 or not (shards or (torch.distributed.is_available() and torch.distributed.is_initialized())):
+    if size < 2 or not (_shards(options) or _is_distributed()):
         return {}
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"

@@ -72,12 +72,13 @@ class ReadAhead:
         self._under_way: Counter[int] = Counter()  # chunk -> reads that are under way and touch it
         self._ahead: dict[int, None] = {}  # wanted and not read
         self._read: OrderedDict[int, None] = OrderedDict()  # read and not given back, the last read last
-        self._held: set[int] = set()  # read and not given back, because the plan reads them again; at most `limit`
+        # Read and not given back, because the plan reads them again, the oldest first. At most `limit`.
+        self._held: OrderedDict[int, None] = OrderedDict()
 
     def plan(self, chunks: Iterable[int]) -> None:
-        """Name chunks that will be read, in this order, after those named before: once for each read of it.
+        """Name chunks that will be read, in this order, after those named before: each once for every read of it.
 
-        Chunks of the plan that were passed over are forgotten when reads have come further than `limit` beyond them.
+        Chunks that were passed over are not fetched any more when reads have come further than `limit` beyond them.
         """
         for chunk in chunks:
             if chunk in self._number:
@@ -86,7 +87,7 @@ class ReadAhead:
                 self._plan_end += 1
 
     def read_begins(self, chunks: Iterable[int]) -> None:
-        """Say that a read of these chunks begins. None of them is given back before `read_ends`, if it is unread."""
+        """Say that a read of these chunks begins. Until `read_ends` they are no chunks of an ended run."""
         self._under_way.update(chunks)
 
     def read_ends(self, chunks: Iterable[int]) -> None:
@@ -100,7 +101,7 @@ class ReadAhead:
 
     def before_read(self) -> list[int]:
         """Return the chunks that may be fetched now, before something is read."""
-        found = [*islice(self._planned, self.limit)]
+        found = [*islice(self._planned, max(0, self.limit - len(self._ahead)))]
         if self._begins and not found:
             self._first, self._high = -self.limit, -1
             found = [*self._chunks[: self.limit]]
@@ -129,19 +130,28 @@ class ReadAhead:
         else:
             run = self._high - self._first
             guess = self._chunks[self._high + 1 : self._high + 1 + min(run, self.limit)]
-        room, wanted = self.limit - len(self._ahead.keys() - {chunk}), {chunk: None}
-        for each in chain(following, guess):
-            if len(wanted) > self.limit or (each not in self._ahead and room <= 0):
-                break
-            room -= each not in self._ahead and each not in wanted
-            wanted[each] = None
-        self._ahead.update(wanted)
+        wanted: dict[int, None] = {chunk: None}
+        self._ahead.pop(chunk, None)
+        # What a read needs takes the room of guesses.
+        self._add(wanted, following, sum(each in self._under_way for each in self._ahead))
+        self._add(wanted, guess, len(self._ahead))
+        self._ahead[chunk] = None
         return [*wanted]
+
+    def _add(self, wanted: dict[int, None], found: Iterable[int], taken: int) -> None:
+        """Add chunks to what is wanted while there is room. `taken`: the part of `limit` that others have."""
+        for each in found:
+            if each in self._read or each in self._held:
+                continue
+            taken += each not in self._ahead
+            if len(wanted) > self.limit or (taken > self.limit and each not in self._ahead):
+                break
+            wanted[each] = self._ahead[each] = None
 
     def read(self, chunk: int) -> list[int]:
         """Record that a chunk was read. Return the chunks to give back: read ones, and those of an ended run."""
         self._ahead.pop(chunk, None)
-        self._held.discard(chunk)
+        self._held.pop(chunk, None)
         self._read[chunk] = None
         self._read.move_to_end(chunk)
         if self._planned_reads[chunk] > 0:
@@ -149,17 +159,19 @@ class ReadAhead:
         gone = []
         while len(self._read) > min(KEPT, self.limit):
             oldest, _ = self._read.popitem(last=False)
-            if self._planned_reads[oldest] and len(self._held) < self.limit:
-                self._held.add(oldest)
+            if self._planned_reads[oldest]:
+                self._held[oldest] = None
             else:
                 gone.append(oldest)
+        if len(self._held) > self.limit:  # perhaps the oldest is never read again, though it was planned
+            gone.append(self._held.popitem(last=False)[0])
         next_planned = set(islice(self._planned, self.limit))
         ended = [  # what is a little behind the run, another thread may be about to read
             each
             for each in self._ahead
             if each not in self._under_way
             and each not in next_planned
-            and abs(self._number.get(each, self._high) - self._high) > self.limit
+            and not -min(KEPT, self.limit) <= self._number.get(each, self._high) - self._high <= self.limit
         ]
         for each in ended:
             del self._ahead[each]
@@ -329,9 +341,11 @@ class ModelReader(ChunkLoader):
                     copies[0].result()
                     copies.popleft()
         finally:
-            wait(copies)  # no thread writes to the target when this returns
-            with self._ahead_lock:
-                self._ahead.read_ends(chunks)
+            try:
+                wait(copies)  # no thread writes to the target when this returns
+            finally:
+                with self._ahead_lock:
+                    self._ahead.read_ends(chunks)
         for each in copies:
             each.result()
 

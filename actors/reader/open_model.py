@@ -222,6 +222,8 @@ class OpenModel:
     def prefetch(self, names: Iterable[str | tuple[str, Sequence[slice]]]) -> None:
         """Start to fetch tensors that will be read, in this order. Returns at once.
 
+        A chunk that a later one of them needs again stays, if not more do than are fetched ahead.
+
         Args:
             names: Names of tensors, or (name, slices with one of each dimension and without steps). What has not been
                 read yet is limited, so prefetching all of a large model is no problem.

@@ -46,7 +46,7 @@ def load_whole(spec: Spec) -> None:
 
     "cold" loads start their workers. The other loads take over the workers of the load before, which is the one thing
     that is set: `warm_workers_s` is 0 by default. Options: "layout" and "placement", arguments of the call; "part":
-    bytes of the smaller models, which show what a load costs however large it is.
+    bytes of the smaller models, which show what a load costs however large it is; "arena_bytes", the setting.
     """
     import cluster
     from cluster.client import release_warm
@@ -54,7 +54,7 @@ def load_whole(spec: Spec) -> None:
     arguments = {"device": "cpu", "placement": spec.options["placement"], "progress": False}
     arguments |= {**spec.options["layout"], **store_arguments(spec)}
     part_bytes = int(spec.options.get("part", 0))
-    with our_cluster(spec, cluster.Config(warm_workers_s=WARM_S)):
+    with our_cluster(spec, cluster.Config(warm_workers_s=WARM_S, arena_bytes=spec.options.get("arena_bytes", 0))):
         # Starts the node's agent, as any load before would have.
         cluster.load(model_uri(spec, SMALL), device="cpu", progress=False, **store_arguments(spec)).release()
         for case, bucket, model, cold in _LOADS:

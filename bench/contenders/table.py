@@ -9,6 +9,7 @@ from bench.harness.contender import Case, Contender
 
 Setting = dict[str, Any]
 B3, X3 = "BLAKE3", "XXH3-128"
+UNKEPT_BYTES = 512 << 20  # an arena that is all window, so that no chunk is copied to another place to be kept
 WARM = (Case("warm", "", B3), Case("warm_unverified", "not verified"))
 UNCHECKED = (Case("cold"), Case("warm"))
 LOADS = (
@@ -47,12 +48,12 @@ OBSTORE, RUNAI = ("obstore",), ("torch", "runai_model_streamer")
 ST, DOWNLOAD = ("torch", "safetensors"), ("torch", "obstore", "safetensors")
 
 
-def _ours(name: str, title: str, placement: str) -> Contender:
+def _ours(name: str, title: str, placement: str, **options: Any) -> Contender:
     # One setting, the one that users get.
     return Contender(
         *(f"longshore_{name}", f"Longshore, {title}", ours.load_whole, LOADS),
         needs=("ray",),
-        options={"placement": placement},
+        options={"placement": placement, **options},
     )
 
 
@@ -81,6 +82,8 @@ _ALL = (
     _limit("direct", "straight into private memory", False),
     _ours("arena", "through the arena", "via_arena"),
     _ours("direct", "direct", "direct"),
+    _ours("arena_unkept", "through the arena, nothing kept", "via_arena", arena_bytes=UNKEPT_BYTES),
+    _ours("direct_unkept", "direct, nothing kept", "direct", arena_bytes=UNKEPT_BYTES),
     _alternative("runai", "each rank: Run:ai streamer, all files", RUNAI_S3_SETTINGS, RUNAI, "runai"),
     _alternative("obstore_whole", "each rank: obstore, all tensors", RANGE_SETTINGS, OBSTORE, "obstore_whole"),
     _alternative("obstore_rows", "each rank: obstore, only the rows it needs", RANGE_SETTINGS, OBSTORE, "obstore_rows"),

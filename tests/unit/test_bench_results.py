@@ -11,7 +11,7 @@ from bench.contenders.table import CONTENDERS
 from bench.harness.report import load_tables
 from bench.harness.results import Entry, Run
 from bench.page import figure, short_table
-from bench.run import ENGINES, SCENES, choose
+from bench.run import OTHERS, SCENES, choose
 
 GB = 1_000_000_000
 
@@ -74,4 +74,4 @@ def test_short_answers_and_figure_come_from_the_results() -> None:
 def test_patterns_choose_contenders_scenes_and_ids() -> None:
     assert {one.scene for one in choose(["tp8/http"])} == {"tp8/http"}
     assert {one.contender.name for one in choose(["longshore_*@tp4/*mbit"])} == {"longshore_arena", "longshore_direct"}
-    assert len(choose(["*"])) == sum(len(scene.contenders) for scene in (*SCENES, *ENGINES))
+    assert len(choose(["*"])) == sum(len(scene.contenders) for scene in (*SCENES, *OTHERS))
