@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 from collections import Counter
@@ -38,6 +39,8 @@ _LOG = logging.getLogger("transformers.longshore")  # so that lines appear in tr
 
 
 _LOADS: Counter[str] = Counter()  # in groups, of this process, by URI
+# Number of processes of a job, as torchrun, Slurm, Open MPI and other kinds of MPI set it
+_JOB_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _REFUSED = ("subfolder", "variant", "gguf_file", "state_dict")  # they name other weights than those of the URI
 
 
@@ -211,7 +214,8 @@ def _reads_alone_by_name(options: Mapping[str, Any]) -> bool:
     """
     devices = options.get("device_map")
     to_disk = options.get("offload_folder") or (isinstance(devices, Mapping) and "disk" in devices.values())
-    others = _shards(options) or _is_distributed() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    others = _shards(options) or _is_distributed() or multiprocessing.parent_process() is not None
+    others = others or any(os.environ.get(name, "") not in ("", "0", "1") for name in _JOB_SIZES)
     in_order = not (options.get("quantization_config") or to_disk or os.environ.get("HF_DEACTIVATE_ASYNC_LOAD"))
     return in_order and not others
 
@@ -291,7 +295,7 @@ def _group(options: Mapping[str, Any], uri: str) -> dict[str, Any]:
     `options`: those of transformers. It joins the ranks by itself when it is asked to shard. Each load of a model has a
     group of its own: some ranks begin the next one while others still end the last one.
     """
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
     if size < 2 or not (_shards(options) or _is_distributed()):
         return {}
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")

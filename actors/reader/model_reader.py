@@ -142,6 +142,7 @@ class ReadAhead:
         """Add chunks to what is wanted while there is room. `taken`: the part of `limit` that others have."""
         for each in found:
             if each in self._read or each in self._held:
+                wanted[each] = None  # in vain if it is still here
                 continue
             taken += each not in self._ahead
             if len(wanted) > self.limit or (taken > self.limit and each not in self._ahead):
@@ -163,7 +164,7 @@ class ReadAhead:
                 self._held[oldest] = None
             else:
                 gone.append(oldest)
-        if len(self._held) > self.limit:  # perhaps the oldest is never read again, though it was planned
+        while len(self._held) > self.limit:  # perhaps the oldest is never read again, though it was planned
             gone.append(self._held.popitem(last=False)[0])
         next_planned = set(islice(self._planned, self.limit))
         ended = [  # what is a little behind the run, another thread may be about to read
