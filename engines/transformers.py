@@ -186,8 +186,9 @@ def _opening(
     def open_and_fetch() -> OpenModel:
         opened = safe_open(model_uri, cache=not alone, **given)
         try:
-            names: list[str] = sorted(opened.keys(), key=_natural) if alone else []
-            opened.prefetch(names)
+            if alone:
+                names: list[str] = sorted(opened.keys(), key=_natural)
+                opened.prefetch(names)
         except BaseException:
             opened.close()
             raise

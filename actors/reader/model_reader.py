@@ -142,7 +142,7 @@ class ReadAhead:
         """Add chunks to what is wanted while there is room. `taken`: the part of `limit` that others have."""
         for each in found:
             if each in self._read or each in self._held:
-                wanted[each] = None  # in vain if it is still here
+                wanted[each] = None  # in case it was given back for want of slots
                 continue
             taken += each not in self._ahead
             if len(wanted) > self.limit or (taken > self.limit and each not in self._ahead):
