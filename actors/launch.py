@@ -106,8 +106,10 @@ def _answer(reference: Any, patience: Patience) -> Any:
         raise ClusterLost("the coordinator did not answer", cause=str(error)[:500]) from error
 
 
-def processes() -> dict[tuple[str, int], LogProcess]:
-    """Return (node id, pid) -> which of our actors it is, for all actors that Ray remembers, dead ones included.
+def processes() -> dict[tuple[str, int, str], LogProcess]:
+    """Return (node id, pid, kind) -> which of our actors it is, for all that Ray remembers, dead ones included.
+
+    A host gives the pid of an ended process to another one after a while, so the pid alone names no process.
 
     Raises DependencyChanged.
     """
@@ -116,7 +118,7 @@ def processes() -> dict[tuple[str, int], LogProcess]:
         process = process_of(actor["Name"]) if actor["ActorClassName"].rsplit(".", 1)[-1] in KINDS else None
         pid = int(actor.get("Pid") or actor["Address"].get("Pid") or 0)
         if process is not None and pid:
-            found[actor["Address"]["NodeID"], pid] = process
+            found[actor["Address"]["NodeID"], pid, process.kind] = process
     return found
 
 

@@ -241,7 +241,7 @@ class LogCollector:
 
         Nodes of one machine read the same files, and only the process's own node knows its name. So none is left out.
         """
-        names: dict[tuple[str, int], LogProcess] = self._launch.processes()
+        names: dict[tuple[str, int, str], LogProcess] = self._launch.processes()
         found: dict[str, tuple[Node, LogPiece]] = {}  # nodes of one machine may share the folder: each file once
         more = False
         answered = []
@@ -252,12 +252,12 @@ class LogCollector:
             answered.append(node)
             more = more or is_full(answer)
             for piece in answer:
-                if piece.file not in found or (node["NodeID"], piece.pid) in names:
+                if piece.file not in found or (node["NodeID"], piece.pid, piece.kind) in names:
                     found[piece.file] = node, piece
         lines: list[LogLine] = []
         for node, piece in found.values():
             self._seen[piece.file] = piece.end
-            process = names.get((node["NodeID"], piece.pid))
+            process = names.get((node["NodeID"], piece.pid, piece.kind))
             lines += self._reader.read(node["NodeManagerHostname"], piece, process)
         return lines, answered if more else []
 
