@@ -218,9 +218,10 @@ class Nodes:
         self.folders = folders
         self.asked: Counter[str] = Counter()
         self.names = {
-            ("n1", 1): LogProcess("coordinator"),
-            ("n2", 2): LogProcess("agent"),
-            ("n3", 3): LogProcess("worker", "a", 0),
+            ("n1", 1, "coordinator"): LogProcess("coordinator"),
+            ("n1", 9, "worker"): LogProcess("worker", "a", 1),  # it ended before a coordinator got its pid
+            ("n2", 2, "agent"): LogProcess("agent"),
+            ("n3", 3, "worker"): LogProcess("worker", "a", 0),
         }
         self.launch = SimpleNamespace(processes=lambda: self.names)
 
