@@ -52,9 +52,8 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
     """Return where the weights are: as the model's folder says, else as `--model-loader-extra-config` says.
 
-    A folder with safetensors files of its own is its own source. A draft model has the same extra config as its target,
-    so `model_uri` counts only for folders that say nothing. Without `model_uri`, the other keys change what the folder
-    says. Raises ConfigError.
+    A folder with safetensors files of its own is its own source. The other keys than `model_uri` change what the folder
+    says. Raises ConfigError, also when folder and `model_uri` name different places.
     """
     unknown = set(extra) - _KEYS
     if unknown:
@@ -66,15 +65,19 @@ def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
     files = os.listdir(folder) if found is None and os.path.isdir(folder) else []
     if any(name.endswith(".safetensors") and name != HEADERS_KEY for name in files):
         found = ModelSource(folder, "", {})
-    if "model_uri" in extra:
-        if found is not None:
-            return found
+    if found is None and "model_uri" in extra:
         found = ModelSource(extra["model_uri"], "", {})
     if found is None:
         raise ConfigError(
             f"{quote(folder)} does not say where the weights are",
             hint="make the folder with `longshore config-folder URI`, or pass "
             '--model-loader-extra-config \'{"model_uri": "s3://..."}\'',
+        )
+    if extra.get("model_uri", found.model_uri) != found.model_uri:
+        raise ConfigError(
+            f"{quote(folder)} has its weights in {quote(found.model_uri)}, and model_loader_extra_config names others",
+            hint="leave `model_uri` out of --model-loader-extra-config, or name a folder that says nothing",
+            model_uri=extra["model_uri"],
         )
     options = {name: value for name, value in extra.items() if name in OPTIONS}
     return ModelSource(found.model_uri, extra.get("revision", found.revision), {**found.options, **options})

@@ -65,6 +65,7 @@ class ReadAhead:
         self._chunks = chunks
         self._number = {chunk: number for number, chunk in enumerate(chunks)}
         self._first, self._high = 0, -3  # of the run: numbers of its first and its last chunk; no chunk continues this
+        self._asked_end = -3  # number of the last chunk of the read that began the run: nothing is guessed from it
         self._begins = False
         self._plan_end = self._plan_at = 0  # places in the plan: of its end, and of the furthest chunk that was wanted
         self._planned: OrderedDict[int, int] = OrderedDict()  # chunk not wanted by a read yet -> its place in the plan
@@ -103,7 +104,7 @@ class ReadAhead:
         """Return the chunks that may be fetched now, before something is read."""
         found = [*islice(self._planned, max(0, self.limit - len(self._ahead)))]
         if self._begins and not found:
-            self._first, self._high = -self.limit, -1
+            self._first, self._high, self._asked_end = -self.limit, -1, -self.limit
             found = [*self._chunks[: self.limit]]
         self._ahead.update(dict.fromkeys(found))
         return found
@@ -121,6 +122,7 @@ class ReadAhead:
             self._high = max(self._high, number)
         else:
             self._first = self._high = number
+            self._asked_end = max(self._number.get(each, number) for each in (chunk, *following))
         for each in chain([chunk], following):
             self._plan_at = max(self._plan_at, self._planned.pop(each, 0))
         while self._planned and next(iter(self._planned.values())) + self.limit < self._plan_at:
@@ -128,7 +130,7 @@ class ReadAhead:
         if self._planned or self._planned_reads[chunk]:
             guess: Iterable[int] = islice(self._planned, self.limit)
         else:
-            run = self._high - self._first
+            run = max(0, self._high - self._asked_end)
             guess = self._chunks[self._high + 1 : self._high + 1 + min(run, self.limit)]
         wanted: dict[int, None] = {chunk: None}
         self._ahead.pop(chunk, None)

@@ -398,7 +398,6 @@ def test_weights_in_a_second_place(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_where_the_weights_of_a_folder_are(engine: Engine, tmp_path: Path) -> None:
-    """A draft model is loaded with the extra config of its target."""
     code = """
         import json, sys
         from pathlib import Path
@@ -414,10 +413,12 @@ def test_where_the_weights_of_a_folder_are(engine: Engine, tmp_path: Path) -> No
         (own / "model.safetensors").touch()
         target = {"model_uri": "s3://models/b", "region": "y"}
         assert source_of(str(silent), target) == ModelSource("s3://models/b", "", {"region": "y"})
-        for extra, region in (({}, "x"), (target, "x"), ({"region": "y"}, "y")):
+        same = {"model_uri": "s3://models/a", "region": "y"}
+        for extra, region in (({}, "x"), (same, "y"), ({"region": "y"}, "y")):
             assert source_of(str(made), extra) == ModelSource("s3://models/a", "5f", {"region": region})
-        assert source_of(str(own), target) == ModelSource(str(own), "", {})
-        for folder, extra in ((silent, {"region": "y"}), (made, {"colour": "red"})):
+        assert source_of(str(own), {}) == ModelSource(str(own), "", {})
+        wrong = (silent, {"region": "y"}), (made, {"colour": "red"}), (made, target), (own, target)
+        for folder, extra in wrong:
             try:
                 source_of(str(folder), extra)
             except ConfigError:

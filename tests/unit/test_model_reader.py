@@ -458,6 +458,16 @@ def test_the_rest_of_a_read_comes_before_a_guess():
     assert ahead.wanted(10, [11, 12, 13, 14]) == [10, 11, 12, 13]
 
 
+def test_nothing_is_guessed_from_the_chunks_of_one_read():
+    ahead = ReadAhead(range(100), limit=3)
+    read = [10, 11, 12, 13, 14]
+    for number, chunk in enumerate(read):
+        following = read[number + 1 :]
+        assert ahead.wanted(chunk, following) == [chunk, *following[:3]]
+        ahead.read(chunk)
+    assert ahead.wanted(15) == [15, 16]  # it continues the read, so it is a run
+
+
 def test_planned_chunks_replace_the_guess():
     ahead = ReadAhead(range(100), limit=3)
     ahead.plan([9, 5, 70, 200])
