@@ -11,6 +11,7 @@ nothing views it any more, so a tensor that user code has stored is never overwr
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import time
@@ -112,7 +113,9 @@ class Segment:
 class SegmentMemory:
     """The memory of one process. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: float = math.inf) -> None:
+        """`most_bytes`: limit of the memory that is kept."""
+        self._most_bytes = most_bytes
         self._taking = threading.Lock()
         self._keeps = False
         # Finalizers fill it. They may run while this thread holds a lock, so this field has none.
@@ -146,14 +149,17 @@ class SegmentMemory:
             # Private memory is a fifth cheaper to touch than mmap's default, and is not counted as shared memory.
             memory = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         elif len(memory) != mapped_bytes:
-            memory.resize(mapped_bytes)  # moves pages, not bytes
+            try:
+                memory.resize(mapped_bytes)  # moves pages, not bytes
+            except BufferError:  # another thread is just about to end the array that viewed it
+                return self._segment(None, size, huge)
         data = np.frombuffer(memory, np.uint8, count=size)
         weakref.finalize(data, self._give_back, memory).atexit = False
         return Segment(data, huge if fresh else None)
 
     def _give_back(self, memory: mmap.mmap) -> None:
         """Keep or drop memory that nothing views any more."""
-        if self._keeps:
+        if self._keeps and self.kept_bytes + len(memory) <= self._most_bytes:
             self._kept.append(memory)
 
 

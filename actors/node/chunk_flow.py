@@ -453,7 +453,7 @@ class ChunkFlow:
                 continue  # returned meanwhile
             cached = self._cached[chunk]
             # Never refused: the rank's pin keeps the chunk there, on this load's account.
-            self._cache.hold(cached, place.process, self._user(place.rank, chunk), owner=self._job.part)
+            self._cache.hold(cached, place.process, self._holder(place, chunk), owner=self._job.part)
             place.granted[chunk] = cached
             readable.append((chunk, cached.slot))
         return readable
@@ -462,7 +462,7 @@ class ChunkFlow:
         """Release the hold and the pin of a rank that has copied what it needs of the chunk."""
         granted = place.granted.pop(chunk, None)
         if granted is not None and place.process is not None:
-            self._cache.release(granted, place.process, self._user(place.rank, chunk))
+            self._cache.release(granted, place.process, self._holder(place, chunk))
         if self.queue.placed(place.rank, chunk):
             self._unpin(place.rank, chunk)
         if self._readers is not None:
@@ -498,7 +498,7 @@ class ChunkFlow:
         for chunk in chunks:
             granted = place.granted.pop(chunk, None)
             if granted is not None and place.process is not None:
-                self._cache.release(granted, place.process, self._user(place.rank, chunk))
+                self._cache.release(granted, place.process, self._holder(place, chunk))
             if self._readers is None or not self._readers.may_ask(place.rank, chunk):
                 continue
             self._readers.withdraw(place.rank, chunk)
@@ -559,7 +559,7 @@ class ChunkFlow:
         """Release all holds of a rank that reads nothing now, and queue these chunks to be granted again."""
         for chunk, cached in place.granted.items():
             if place.process is not None:
-                self._cache.release(cached, place.process, self._user(place.rank, chunk))
+                self._cache.release(cached, place.process, self._holder(place, chunk))
             place.grantable.append(chunk)
         place.granted.clear()
 
@@ -582,8 +582,15 @@ class ChunkFlow:
             place.grantable.append(chunk)
 
     def _user(self, rank: int, chunk: int) -> tuple[tuple[str, int], int, int]:
-        """Return the key under which a rank pins or reads a chunk's slot."""
+        """Return the key under which a rank pins a chunk's slot."""
         return self._job.part, rank, chunk
+
+    def _holder(self, place: RankPlace, chunk: int) -> tuple[tuple[str, int], int, int, int]:
+        """Return the key under which a rank's process reads a chunk's slot.
+
+        A process may open a reader again that it has open. What the new one gives back, the old one may still read.
+        """
+        return self._job.part, place.rank, place.incarnation, chunk
 
     def _reader(self, chunk: int) -> tuple[tuple[str, int], str, int]:
         """Return the key under which the load pins a kept chunk until a rank has read it."""

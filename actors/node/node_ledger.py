@@ -352,13 +352,16 @@ class NodeLedger:
         self._cache.add_ready(ready_slots)
 
     def expire(self, now_s: float) -> bool:
-        """Revoke overdue leases. Return whether there were any.
+        """Revoke overdue leases, and those of silent readers. Return whether there were any.
 
         A job that stopped asking for slots loses its place in the queue. Its coordinator was killed or has ended the
         load, and the jobs behind it must not wait.
         """
         self._give_up([part for part, (_, asked_s) in self._asking.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
-        return self._took_back(self._cache.expire(now_s), now_s)
+        silent = [load.end_silent(now_s) for load in self._loads.values()]
+        ended: set[bytes] = set().union(*silent)
+        self._wake(ended)
+        return self._took_back(self._cache.expire(now_s), now_s) or bool(ended)
 
     def process_dead(self, process: ProcessId, now_s: float) -> set[str]:
         """Remove a process that is certainly dead. The loads that it hosted end with it. Return their ids.

@@ -142,6 +142,18 @@ class NodeLoad:
                 place.to_close.append(lease.lease_id)
                 self._flow.lease_lost(chunk, place.rank, "lease_expired", now_s)
 
+    def end_silent(self, now_s: float) -> set[bytes]:
+        """Take back the leases of readers that have said nothing for the patience. Return the ended keys.
+
+        A reader whose process was stopped must not delay others until its leases expire. Ranks are killed instead.
+        """
+        ended: set[bytes] = set()
+        for place in self.ranks.values() if self.job.on_demand else ():
+            if now_s - place.heard_s > self.job.group_patience_s:
+                ended |= self._take_leases(place, "lease_expired", now_s)
+                place.to_close += place.taken_back - {*place.to_close}
+        return ended
+
     def chunks_now(self) -> PartView:
         """Return (the model's shards, each chunk's state on this node), as in `cluster.telemetry.chunk_map`."""
         tables = self._flow.keys.tables
@@ -324,17 +336,23 @@ class NodeLoad:
 
         Slots that the process uses stay fenced until the cache learns that it is dead.
         """
-        ended = {self._flow.keys[chunk] for chunk in place.leases.values()}
-        for lease_id, chunk in place.leases.items():
-            self._cache.revoke(lease_id, now_s)
-            self._flow.hedges.ended(lease_id, now_s)
-            self._flow.lease_lost(chunk, place.rank, "worker_died", now_s)
+        ended = self._take_leases(place, "worker_died", now_s)
         self._flow.forget_needs(place)
-        place.taken_back |= place.leases.keys()
         if place.process is not None and (place.taken_back or place.granted):
             self._former.append(place)
         self.ranks[place.rank] = RankPlace(place.rank, next_incarnation, lost=True, heard_s=now_s)
         return ended
+
+    def _take_leases(self, place: RankPlace, cause: str, now_s: float) -> set[bytes]:
+        """Revoke the leases of a rank. Return the ended keys. Its process may still write to their slots."""
+        leases = dict(place.leases)
+        place.leases.clear()
+        place.taken_back |= leases.keys()
+        for lease_id, chunk in leases.items():
+            self._cache.revoke(lease_id, now_s)
+            self._flow.hedges.ended(lease_id, now_s)
+            self._flow.lease_lost(chunk, place.rank, cause, now_s)
+        return {self._flow.keys[chunk] for chunk in leases.values()}
 
     def _rest_if_complete(self) -> None:
         """Release the arena share of a complete load: a load that is only resident must not block others."""

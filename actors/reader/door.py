@@ -20,6 +20,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ from storage.host.processes import ProcessId
 
 MAX_FRAME_BYTES = 64 << 20  # a model of 130,000 chunks sends 9 MB when it begins; every other message is small
 MAX_LINE_BYTES = 80
+ACCEPT_AGAIN_S = 0.05
 BEGIN_S = 30.0  # a host that does not answer within this hangs, also when it unpacks the tables of a large model
 MAX_PATH_BYTES = 100  # of a Unix socket: the kernel's limit is 107
 _HEAD = struct.Struct(">I")
@@ -231,14 +233,22 @@ class HostDoor:
         while True:
             try:
                 sock, _ = self._listening.accept()
-            except OSError:
-                return
+            except OSError:  # closed, or the process has too many open files now
+                if self._closed:
+                    return
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             with self._lock:
                 if self._closed:
                     sock.close()
                     return
                 self._open.add(sock)
-            threading.Thread(target=self._serve, args=(sock,), name="visitor", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="visitor", daemon=True).start()
+            except RuntimeError:  # the process may not have more threads now
+                with self._lock:
+                    self._open.discard(sock)
+                sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """Answer one reader until it closes. What is no message of ours ends the connection."""

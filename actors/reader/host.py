@@ -36,7 +36,7 @@ from cluster.errors import AgentEnded, ClusterLost, ModelNotFound, VersionMismat
 from cluster.messages import ArenaAccess, JoinReply, NodeJob, Orders, RankHello, RankUpdate
 from cluster.planning.packed_plan import ReaderTables
 from cluster.telemetry.report import NodeReport
-from storage.errors import ArenaError, LongshoreError
+from storage.errors import ArenaBusy, ArenaError, ArenaTooSmall, LongshoreError
 from storage.host.processes import ProcessId, pid_namespace
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ LISTENS_S = 60.0  # an agent listens this long after it made its socket, or neve
 LINGERS_S = 10.0  # an arena that nobody reads from stays this long, for the next model
 BEGIN_EVERY_S = 0.05  # a reader that waits for slots asks again after this, then ever more seldom
 BEGIN_SELDOM_S = 1.0  # each time it sends the tables of the model
+PRIVATE_AFTER_S = 10.0  # a reader that finds no slots in another process's arena takes one of its own
 REPORT_S = 10.0  # a report waits this long for a host that knows the reader
 WINDOW_BYTES = 256 << 20  # of a host's arena, where no setting says otherwise
 
@@ -152,10 +153,10 @@ class ProcessHost:
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._at_exit)
 
-    def find(self, config: Config) -> Host:
+    def find(self, config: Config, why_private: str = "") -> Host:
         """Return the host, and count a user of it. Call `leave` with it. Raises ArenaError, ClusterLost.
 
-        `config`: of this process's own host, if it becomes one.
+        `config`: of this process's own host, if it becomes one. `why_private`: why the host of others is of no use.
         """
         with self._finding:
             if self._ends:
@@ -163,7 +164,7 @@ class ProcessHost:
             if self._own is not None:
                 self._users += 1
                 return self._own
-            found = _find(config)
+            found = OwnHost(config, None, None, why_private) if why_private else _find(config)
             if isinstance(found, OwnHost):
                 self._own, self._users = found, 1
             return found
@@ -315,6 +316,7 @@ class HostLink:
         self._tables = tables
         self._lock = threading.Lock()  # to find a host, and to leave it
         self._host: Host | None = None
+        self._why_private = ""
         self._ends = threading.Event()
 
     @property
@@ -358,14 +360,32 @@ class HostLink:
 
     def _join(self, host: Host, hello: RankHello) -> JoinReply:
         # Also where the load is known: the host compares its revision with this reader's.
-        give_up_s, wait_s = time.monotonic() + self._config.slots_wait_s, BEGIN_EVERY_S
-        while not host.begin(self._job, self._tables):
-            if time.monotonic() > give_up_s:
-                raise ArenaError("other readers hold the slots of the arena", load=self._job.load_id)
+        visits, begun_s, wait_s = isinstance(host, VisitedHost), time.monotonic(), BEGIN_EVERY_S
+        while not self._begin(host):
+            waited_s = time.monotonic() - begun_s
+            if visits and waited_s > PRIVATE_AFTER_S:
+                self._why_private = "other readers hold the slots of the host's arena"
+                raise ClusterLost(self._why_private)
+            if waited_s > self._config.slots_wait_s:
+                raise ArenaBusy(
+                    "other readers of this process hold the slots of the arena",
+                    hint="close models that are not read any more, or set LONGSHORE_WINDOW_BYTES to more",
+                    load=self._job.load_id,
+                    slots=self._job.min_slots,
+                )
             if self._ends.wait(wait_s):
                 raise closed()
             wait_s = min(2 * wait_s, BEGIN_SELDOM_S)
         return host.join(hello)
+
+    def _begin(self, host: Host) -> bool:
+        try:
+            return host.begin(self._job, self._tables)
+        except ArenaTooSmall as error:
+            if isinstance(host, OwnHost):
+                raise
+            self._why_private = f"the host's arena is too small: {error.message}"
+            raise ClusterLost(self._why_private) from error
 
     def _leave(self, host: Host | None) -> None:
         with self._lock:
@@ -379,7 +399,7 @@ class HostLink:
             if self._host is None:
                 if self._ends.is_set():
                     raise closed()
-                self._host = PROCESS_HOST.find(self._config)
+                self._host = PROCESS_HOST.find(self._config, self._why_private)
             host = self._host
         try:
             return call(host)

@@ -228,9 +228,11 @@ class LazyTensor(torch.Tensor):
     def _become(self, value: torch.Tensor) -> None:
         """Be that tensor from now on: `lazy.data = value`. Other views of the stored tensor stay what they are."""
         plain = value.read() if isinstance(value, LazyTensor) else value
-        plain = plain.detach().contiguous()
+        plain = plain.detach()
         self._root = _Root(self.stored, plain)
-        self._meta = torch.empty(plain.shape, dtype=plain.dtype, device="meta")
+        elements = plain.untyped_storage().nbytes() // plain.element_size()
+        memory = torch.empty(elements, dtype=plain.dtype, device="meta")
+        self._meta = memory.as_strided(plain.shape, plain.stride(), plain.storage_offset())
         _SET_DATA(self, LazyTensor._of(self._root, self._meta))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

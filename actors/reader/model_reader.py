@@ -183,6 +183,7 @@ class ReadAhead:
 
 SMALL_BYTES = 64 << 10  # results below this take memory from numpy, and not a mapping of their own
 FRESH_BYTES = 4 << 20  # smaller tensors of others lie among memory that was used
+KEPT_BYTES = 256 << 20  # memory of results that are gone, for the next ones
 MOST_COPIERS = 4  # threads that copy for one read; the first write to new memory takes longer than the copy itself
 
 
@@ -281,7 +282,7 @@ class ModelReader(ChunkLoader):
         self._ahead = ReadAhead(chunks)
         self._ahead_lock = threading.Lock()
         self.delivered_bytes = 0  # copied for reads, since the model was opened
-        self._memory = SegmentMemory()
+        self._memory = SegmentMemory(KEPT_BYTES)
         self._memory.keep(True)
         self._huge = HugePages()  # in the memory of others
         self._first_row = np.searchsorted(tables.chunks.shard, np.arange(len(tables.shards) + 1))

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -148,6 +149,9 @@ class OpenModel:
         self._staging: PinnedStaging | None = None
         self._staging_lock = threading.Lock()
         self._whole_reads = 0
+        # A model that nobody closes is closed when it is gone, in a thread, because that may be anywhere.
+        self._closing = weakref.finalize(self, _close_later, os.getpid(), link, reader)
+        self._closing.atexit = False
 
     @property
     def revision(self) -> str:
@@ -204,6 +208,10 @@ class OpenModel:
         found = _Stored(self, tensor).read_on(self._device)
         packed = getattr(torch, "float4_e2m1fn_x2", None) if tensor.dtype == "F4" else None
         return self._hand_out(found if packed is None else found.view(packed))
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Return all tensors by name, as `get_tensor` returns each, in the order of storage. Raises as it does."""
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
 
     def get_slice(self, name: str) -> TensorSlice:
         """Return one tensor without reading it. Index the result to read a part.
@@ -299,9 +307,8 @@ class OpenModel:
 
     def close(self) -> None:
         """Give back everything that this reader holds of the arena. Tensors that were returned stay valid."""
-        self._link.give_up()
-        self._reader.close()
-        self._link.close()
+        self._closing.detach()
+        _close(self._link, self._reader)
         if self._staging is not None:
             self._staging.close()
 
@@ -352,7 +359,7 @@ class OpenModel:
 
 @checks_arguments
 def safe_open(
-    model_uri: str | os.PathLike[str],
+    filename: str | os.PathLike[str],
     framework: str = "pt",
     device: str | int = "cpu",
     *,
@@ -376,7 +383,7 @@ def safe_open(
     of the user on this machine share what is read.
 
     Args:
-        model_uri: As for `load`: a folder with shards, or one safetensors file, in a store or local.
+        filename: URI of the model, as for `load`: a folder with shards, or one safetensors file, in a store or local.
         framework: "pt" (also "torch", "pytorch") for torch tensors, or "numpy" ("np") for numpy arrays.
         device: Device of torch tensors: "cpu", "cuda", "cuda:1", or the number of a GPU.
         endpoint_url: As for `load`.
@@ -414,7 +421,7 @@ def safe_open(
             half = f.get_slice("lm_head.weight")[:64000]
         ```
     """
-    options = collect(LoadOptions, {**locals(), "device": "cpu"})
+    options = collect(LoadOptions, {**locals(), "model_uri": filename, "device": "cpu"})
     if framework not in FRAMEWORKS:
         raise ConfigError(f"framework must be one of {', '.join(FRAMEWORKS)}, not {framework!r:.40}")
     if not 0 <= member < members:
@@ -459,6 +466,17 @@ def safe_open(
     except BaseException:
         store.close()
         raise
+
+
+def _close(link: HostLink, reader: ModelReader) -> None:
+    link.give_up()
+    reader.close()
+    link.close()
+
+
+def _close_later(pid: int, link: HostLink, reader: ModelReader) -> None:
+    if os.getpid() == pid:  # else everything belongs to the parent
+        threading.Thread(target=_close, args=(link, reader), name="close-model", daemon=True).start()
 
 
 def _stack_bytes(index: ModelIndex) -> int:

@@ -35,6 +35,7 @@ from storage.host.processes import pid_namespace
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_tiny_llama
 from tests.support.counting_proxy import CountingProxy
+from tests.support.ray_clusters import eventually
 from tests.support.stored_models import publish_to
 
 pytestmark = pytest.mark.slow
@@ -477,6 +478,15 @@ def test_a_member_that_is_opened_again_takes_the_place_of_the_first(tmp_path: Pa
                 first.get_tensor("layers.11.weight")
 
 
+def test_a_model_that_is_not_closed_is_closed_when_it_is_gone(tmp_path: Path):
+    write_model(tmp_path / "model")
+    opened = cluster.safe_open(filename=tmp_path / "model", config=CONFIG)
+    assert {*opened.get_tensors()} == {*opened.keys()}
+    reader = opened._reader
+    del opened
+    eventually(lambda: not reader._thread.is_alive(), "the model stays open")
+
+
 def test_members_with_other_chunks_are_no_group(tmp_path: Path):
     folder = tmp_path / "model"
     write_model(folder)
@@ -527,9 +537,9 @@ def run(
 
 
 @contextmanager
-def living(code: str, folder: Path) -> Iterator[None]:
+def living(code: str, folder: Path, config: Config = CONFIG) -> Iterator[None]:
     """A process that runs the code, from when it says "up" until the end of the block."""
-    process = run(code, folder)
+    process = run(code, folder, config=config)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
@@ -537,6 +547,35 @@ def living(code: str, folder: Path) -> Iterator[None]:
     finally:
         process.kill()
         process.communicate()
+
+
+HOST = """
+with cluster.safe_open(folder / "first", config=config) as f:
+    f.get_tensor("layers.0.weight")
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "own", "why"),
+    [
+        ({}, {"slot_bytes": 2 << 20, "chunk_bytes": 2 << 20}, "too small"),
+        ({"arena_bytes": 3 << 20, "window_bytes": 3 << 20}, {}, "other readers hold the slots"),
+    ],
+)
+def test_a_host_without_room_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: dict[str, int], own: dict[str, int], why: str
+):
+    monkeypatch.setattr(host, "PRIVATE_AFTER_S", 1.0)  # the host's own reader has its slots for longer
+    for name in ("first", "second"):
+        write_model(tmp_path / name)
+    with (
+        living(HOST, tmp_path, CONFIG.model_copy(update=hosts)),
+        cluster.safe_open(tmp_path / "second", config=CONFIG.model_copy(update=own)) as opened,
+    ):
+        opened.get_tensor("layers.0.weight")
+        assert why in opened.report()["why_private"]
 
 
 def ended(process: subprocess.Popen[str]) -> int:

@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -109,6 +110,18 @@ def answers(path: str) -> bool:
         return client.begin(JOB, TABLES) and client.join(hello()).known
     finally:
         client.close()
+
+
+def test_a_process_with_too_many_open_files_is_a_host_again_later(path: str):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as waiting:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            waiting.connect(path)
+            time.sleep(0.2)  # accept fails meanwhile
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert answers(path)
 
 
 def test_messages_arrive_as_they_were_sent(path: str):

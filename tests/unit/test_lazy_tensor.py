@@ -67,7 +67,7 @@ def lazy(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[LazyTensor, t
 def test_data_assigned_to_a_lazy_parameter_is_what_it_holds(in_mode: bool):
     changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
         *(lambda t: t * 2, lambda t: t.bfloat16(), lambda t: t.t(), lambda t: t.narrow(0, 1, 2)),
-        lambda t: torch.zeros(2, 2),
+        *(lambda t: torch.zeros(2, 2), lambda t: torch.arange(24.0).view(6, 4)[2:4]),
     ]
     for change in changes:
         weight, plain, _ = lazy(6, 4)

@@ -163,7 +163,9 @@ class ReaderLoad(SimLoad):
     def job(self) -> NodeJob:
         job = super().job()
         return NodeJob(
-            **{name: getattr(job, name) for name in job.__slots__} | {"on_demand": True, "group_patience_s": PATIENCE_S}
+            **{name: getattr(job, name) for name in job.__slots__}
+            # Nobody waits for the deadline of a lease.
+            | {"on_demand": True, "group_patience_s": PATIENCE_S, "lease_deadline_s": 100 * PATIENCE_S}
         )
 
 
@@ -675,3 +677,22 @@ def test_nothing_is_expected_that_was_read_or_passed(events: list[tuple[int, int
             readers.drop(0, 5, [chunk], NOTHING, float(number))
         for rank, chunk in settled:
             assert not readers.expects(rank, chunk)
+
+
+def test_a_reader_opened_again_in_its_process_leaves_the_first_what_it_reads():
+    here = Group(slots=4, chunks=20, readers=1)
+    (first,) = here.all
+    while not first.read(0):
+        first.take_turn()
+    here.load.incarnations[0] = 1
+    second = SimReader(here.node, here.load, 0, 1)
+    second.process = first.process
+    second.state.identity = second.state.identity._replace(process=first.process)
+    second.state._numbers = first.state._numbers
+    here.node.ranks.append(second)
+    second.exchange()
+    for chunk in range(20):
+        second.read_now(chunk)
+    first.end_reads()  # checks that the slot still has its chunk
+    here.all = [first, second]
+    here.close()

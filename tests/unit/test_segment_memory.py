@@ -82,6 +82,25 @@ def test_memory_is_kept_only_on_request() -> None:
     assert memory.kept_bytes == 0
 
 
+def test_no_more_is_kept_than_the_limit() -> None:
+    memory = SegmentMemory(3 * MIB)
+    memory.keep(True)
+    del (segments := memory.take([MIB, 2 * MIB, MIB, 2 * MIB]))[:]
+    assert segments == []
+    assert 2 * MIB <= memory.kept_bytes <= 3 * MIB
+
+
+def test_memory_that_is_still_viewed_is_not_moved() -> None:
+    memory = SegmentMemory()
+    memory.keep(True)
+    (segment,) = memory.take([MIB])
+    memory._give_back(segment.data.base.obj)  # type: ignore[union-attr]  # as when another thread just ends it
+    (other,) = memory.take([2 * MIB])
+    fill([segment], 1)
+    fill([other], 2)
+    assert (segment.data == 1).all()
+
+
 def test_garbage_collection_during_allocation_does_not_hang() -> None:
     memory = SegmentMemory()
     memory.keep(True)
