@@ -144,6 +144,10 @@ class ShortRead(StoreUnavailable):
     """The body ended before the range was filled."""
 
 
+class PeerUnavailable(StoreUnavailable):
+    """Another node did not send a chunk. It comes from a further node, or from the store."""
+
+
 class ReadEnded(StoreUnavailable):
     """The reader itself ended the read, because its time was over or its bytes were no longer needed."""
 

@@ -1,0 +1,320 @@
+"""Serves chunks to other nodes, out of the arena and without a copy in this process.
+
+    GET /chunks/<load>/<chunk>     Range: bytes=0-8388607     Authorization: Longshore <proof>
+        --> 206, and the bytes by sendfile; the chunk's slot stays held until the receiver sends an empty line
+        --> 307 with another node's address; 404: not here; 410: another incarnation of this node is meant
+        --> 401 with a nonce: the first request of each connection is refused so, and proofs are made with its nonce
+
+One thread serves one connection. `os.sendfile` lets the socket refer to the pages of the arena. So the slot may only be
+reused when the receiver has every byte, which the empty line says (RFC 9112, section 2.2 lets one stand before a
+request). A receiver that stays silent loses its hold after `patience_s`. Then bytes in flight may change, which the
+receiver's digest shows.
+
+Bytes travel in clear text, as TLS in this process would copy them. A proof is an HMAC-SHA256 with the load's key over
+nonce, path and range. It shows that the sender takes part in the load. It is of no use on another connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Protocol
+
+from storage.errors import LongshoreError, StoreError
+from storage.stores.object_store import ByteRange
+
+_LOG = logging.getLogger("longshore.peers")
+
+REALM = "Longshore"
+NODE_HEADER = "X-Longshore-Node"  # incarnation of the node that is meant
+IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs for a shorter time
+PIECE_BYTES = 1 << 20  # between two looks at the rate
+_PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
+_RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
+_SEND_BUFFER_BYTES = 4 << 20
+
+
+def chunk_path(load_id: str, chunk: int) -> str:
+    """Return the path of a chunk's URL."""
+    return f"/chunks/{load_id}/{chunk}"
+
+
+def proof(key: bytes, nonce: str, path: str, range_header: str) -> str:
+    """Return the proof that a request for this range comes from a node with the load's key."""
+    return hmac.new(key, "\n".join((nonce, path, range_header)).encode(), hashlib.sha256).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedChunk:
+    """A chunk in a file, held for one receiver until `release`."""
+
+    descriptor: int
+    offset: int  # of the chunk in the file
+    size_bytes: int
+    release: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another node has the chunk too."""
+
+    address: str  # host:port
+    node: str  # its incarnation
+
+
+class ChunkShelf(Protocol):
+    """What a node has for others. Thread-safe."""
+
+    node: str  # incarnation of this node's agent
+
+    def load_key(self, load_id: str) -> bytes | None:
+        """Return the key of a load that this node takes part in."""
+        ...
+
+    def take(self, load_id: str, chunk: int) -> ServedChunk | Elsewhere | None:
+        """Return the chunk, held; waits a while for one that is on its way. None: this node does not get it."""
+        ...
+
+
+class Rate:
+    """A limit of bytes per second over all connections. Thread-safe."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        """`bytes_per_s`: 0 for no limit."""
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0  # when all bytes so far have had their time
+        self._lock = threading.Lock()
+
+    def wait_for(self, size_bytes: int) -> None:
+        """Return when so many more bytes may be sent."""
+        if not self._bytes_per_s:
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            starts_s = max(now_s, self._free_s)
+            self._free_s = starts_s + size_bytes / self._bytes_per_s
+        if starts_s > now_s:
+            time.sleep(starts_s - now_s)
+
+
+class ChunkServer:
+    """Serves the chunks of a shelf at one port until it is closed."""
+
+    def __init__(
+        self,
+        shelf: ChunkShelf,
+        host: str,
+        port: int,
+        *,
+        most_connections: int = 1024,
+        rate_bytes_per_s: float = 0.0,
+        patience_s: float = 10.0,
+    ) -> None:
+        """
+        Args:
+            host: Address to listen at: that of the cluster's network, so that nobody else can connect.
+            port: 0 for any that is free.
+            most_connections: Further ones are closed at once.
+            rate_bytes_per_s: Limit of what is sent, all connections together. 0: none.
+            patience_s: A receiver that takes no byte, or does not say that it has all, is given up after this.
+
+        Raises:
+            StoreError: Nobody can listen at that address and port.
+        """
+        self._server = _Server(shelf, most_connections, Rate(rate_bytes_per_s), patience_s)
+        try:
+            self._server.server_bind_to(host, port)
+        except OSError as error:
+            self._server.server_close()
+            raise StoreError(
+                f"chunks cannot be served to other nodes: {error.strerror or error}",
+                hint="another program has the port: set LONGSHORE_PEER_PORT to a free one, the same on all nodes",
+                address=f"{host}:{port}",
+            ) from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="chunk-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Return the port that it listens at."""
+        return int(self._server.server_address[1])
+
+    @property
+    def connections(self) -> int:
+        """Return the number of open connections."""
+        return len(self._server.open)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes of chunks that were sent so far."""
+        return self._server.sent_bytes
+
+    def close(self) -> None:
+        """End every connection, and return when each has let its chunk go. Idempotent."""
+        self._server.end()
+        self._thread.join()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = True
+    request_queue_size = 1024
+
+    def __init__(self, shelf: ChunkShelf, most_connections: int, rate: Rate, patience_s: float) -> None:
+        self.shelf, self.rate, self.patience_s = shelf, rate, patience_s
+        self.most_connections = most_connections
+        self.open: set[socket.socket] = set()
+        self.sent_bytes = 0
+        self.lock = threading.Lock()
+        self._ended = False
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+
+    def server_bind_to(self, host: str, port: int) -> None:
+        """Listen. Raises OSError."""
+        if ":" in host:
+            self.socket.close()
+            self.socket = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        self.server_address = (host, port)
+        self.server_bind()
+        self.server_activate()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            refused = self._ended or len(self.open) >= self.most_connections
+            if not refused:
+                self.open.add(request)
+        if refused:
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no further thread can start now
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self.lock:
+            self.open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _LOG.debug("a connection of a peer ended in an error", exc_info=True)
+
+    def end(self) -> None:
+        """Stop listening, end every connection and wait for its thread."""
+        with self.lock:
+            first, self._ended = not self._ended, True
+            connections = list(self.open)
+        if not first:
+            return
+        self.shutdown()
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: _Server
+    connection: socket.socket
+
+    def setup(self) -> None:
+        super().setup()
+        patience_s = self.server.patience_s
+        self.connection.settimeout(IDLE_S)
+        self.nonce = secrets.token_hex(16)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        whole_s = int(patience_s)
+        timer = struct.pack("ll", whole_s, int((patience_s - whole_s) * 1e6))
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timer)
+
+    def do_GET(self) -> None:
+        """Answer a request for a chunk."""
+        path, range_header = self.path, self.headers.get("Range", "")
+        named, asked = _PATH.fullmatch(path), _RANGE.fullmatch(range_header)
+        key = self.server.shelf.load_key(named[1]) if named else None
+        if not self._is_proved(key, path, range_header):
+            # Who has no key does not learn which loads there are.
+            self._refuse(401, ("WWW-Authenticate", f'{REALM} nonce="{self.nonce}"'))
+            return
+        if named is None or asked is None:
+            self._refuse(400)
+            return
+        if self.headers.get(NODE_HEADER, "") != self.server.shelf.node:
+            self._refuse(410)
+            return
+        try:
+            found = self.server.shelf.take(named[1], int(named[2]))
+        except LongshoreError:
+            found = None
+        if found is None:
+            self._refuse(404)
+        elif isinstance(found, Elsewhere):
+            self._refuse(307, ("Location", f"http://{found.address}{path}"), (NODE_HEADER, found.node))
+        else:
+            try:
+                self._send(found, ByteRange(int(asked[1]), max(int(asked[1]), int(asked[2]) + 1)))
+            finally:
+                found.release()
+
+    def _is_proved(self, key: bytes | None, path: str, range_header: str) -> bool:
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        expected = proof(key or secrets.token_bytes(32), self.nonce, path, range_header)
+        return scheme == REALM and hmac.compare_digest(given.encode(), expected.encode()) and key is not None
+
+    def _send(self, chunk: ServedChunk, wanted: ByteRange) -> None:
+        if wanted.end > chunk.size_bytes or not wanted.size_bytes:
+            self._refuse(416)
+            return
+        self.send_response(206)
+        self.send_header("Content-Length", str(wanted.size_bytes))
+        self.send_header("Content-Range", f"bytes {wanted.start}-{wanted.end - 1}/{chunk.size_bytes}")
+        self.end_headers()
+        self.wfile.flush()
+        self.close_connection = True  # unless the receiver says that it has everything
+        # With a timeout of Python's own the socket would not block, and sendfile would return at each full buffer.
+        self.connection.settimeout(None)
+        at, end = chunk.offset + wanted.start, chunk.offset + wanted.end
+        while at < end:
+            size_bytes = min(PIECE_BYTES, end - at)
+            self.server.rate.wait_for(size_bytes)
+            while size_bytes:
+                sent_bytes = os.sendfile(self.connection.fileno(), chunk.descriptor, at, size_bytes)
+                if not sent_bytes:
+                    return  # the file was cut short
+                at, size_bytes = at + sent_bytes, size_bytes - sent_bytes
+        with self.server.lock:
+            self.server.sent_bytes += wanted.size_bytes
+        self.connection.settimeout(self.server.patience_s)
+        if self.rfile.readline(3) == b"\r\n":
+            self.close_connection = False
+            self.connection.settimeout(IDLE_S)
+
+    def _refuse(self, status: int, *headers: tuple[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Write nothing: each chunk would be a line."""
+
+    def version_string(self) -> str:
+        return "Longshore"

@@ -1,0 +1,286 @@
+"""Chunks from one node to another, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.errors import PeerUnavailable, ReadEnded, StoreError
+from storage.peers.chunk_server import ChunkServer, Elsewhere, ServedChunk, chunk_path
+from storage.peers.peer_client import MAX_IDLE, Peer, PeerClient
+from storage.stores.object_store import ByteRange, cut
+from storage.stores.requests import ReadLimit
+from tests.support.ray_clusters import eventually
+
+MIB = 1 << 20
+KEY = b"k" * 32
+CHUNK_BYTES = 3 * MIB + 5
+WHOLE = ByteRange(0, CHUNK_BYTES)
+
+
+class Shelf:
+    """Chunks in a file, those of one load."""
+
+    node = "agent-1"
+
+    def __init__(self, folder: Path) -> None:
+        self.data = os.urandom(CHUNK_BYTES)
+        self.descriptor = os.open(folder / "arena", os.O_RDWR | os.O_CREAT)
+        os.pwrite(self.descriptor, self.data, 4096)
+        self.held = 0
+        self.taken = 0
+        self.elsewhere: dict[int, Elsewhere] = {}
+        self.waits = threading.Event()
+        self.waits.set()
+        self._lock = threading.Lock()
+
+    def load_key(self, load_id: str) -> bytes | None:
+        return KEY if load_id == "llama" else None
+
+    def take(self, load_id: str, chunk: int) -> ServedChunk | Elsewhere | None:
+        self.waits.wait()
+        if chunk in self.elsewhere:
+            return self.elsewhere[chunk]
+        if chunk > 9:
+            return None
+        with self._lock:
+            self.held += 1
+            self.taken += 1
+        return ServedChunk(self.descriptor, 4096, CHUNK_BYTES, self._release)
+
+    def _release(self) -> None:
+        with self._lock:
+            self.held -= 1
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Shelf]:
+    shelf = Shelf(tmp_path)
+    yield shelf
+    os.close(shelf.descriptor)
+
+
+@pytest.fixture
+def server(shelf: Shelf) -> Iterator[ChunkServer]:
+    server = ChunkServer(shelf, "127.0.0.1", 0, patience_s=1.0)
+    yield server
+    server.close()
+    assert shelf.held == 0
+
+
+@pytest.fixture
+def client() -> Iterator[PeerClient]:
+    client = PeerClient(read_timeout_s=5.0)
+    yield client
+    client.close()
+
+
+def peer_of(server: ChunkServer, node: str = "agent-1") -> Peer:
+    return Peer("127.0.0.1", server.port, node)
+
+
+def read(
+    client: PeerClient,
+    peer: Peer,
+    byte_range: ByteRange = WHOLE,
+    *,
+    load_id: str = "llama",
+    chunk: int = 1,
+    key: bytes = KEY,
+    limit: ReadLimit | None = None,
+) -> bytes:
+    buffer = bytearray(byte_range.size_bytes)
+    client.read(peer, load_id, chunk, key, byte_range, cut(memoryview(buffer)), limit=limit)
+    return bytes(buffer)
+
+
+def test_a_chunk_and_its_parts(server: ChunkServer, client: PeerClient, shelf: Shelf):
+    assert read(client, peer_of(server)) == shelf.data
+    for start, end in ((0, 1), (CHUNK_BYTES - 1, CHUNK_BYTES), (5, 2 * MIB)):
+        assert read(client, peer_of(server), ByteRange(start, end)) == shelf.data[start:end]
+    assert server.connections == 1  # the same for all
+    eventually(lambda: shelf.held == 0, "the chunk stays held")
+    assert server.sent_bytes == CHUNK_BYTES + 2 + 2 * MIB - 5
+
+
+def test_many_readers(server: ChunkServer, client: PeerClient, shelf: Shelf):
+    found: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(read(client, peer_of(server)) == shelf.data)) for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 12
+    eventually(lambda: server.connections <= MAX_IDLE, "too many idle connections")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        ({"key": b"x" * 32}, 401),
+        ({"load_id": "other"}, 401),
+        ({"chunk": 10}, 404),
+        ({"byte_range": ByteRange(0, CHUNK_BYTES + 1)}, None),
+    ],
+)
+def test_what_is_refused(server: ChunkServer, client: PeerClient, shelf: Shelf, wrong: dict, status: int | None):
+    with pytest.raises(PeerUnavailable) as caught:
+        read(client, peer_of(server), **wrong)
+    assert caught.value.details.get("status") == status or status is None
+    assert read(client, peer_of(server)) == shelf.data
+
+
+def test_a_restarted_agent_is_not_taken_for_the_former(server: ChunkServer, client: PeerClient):
+    with pytest.raises(PeerUnavailable, match="restarted"):
+        read(client, peer_of(server, node="agent-0"))
+
+
+def test_a_proof_is_of_no_use_on_another_connection(server: ChunkServer, client: PeerClient):
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        between = threading.Thread(target=_between, args=(listening, server.port, said))
+        between.start()
+        read(client, Peer("127.0.0.1", listening.getsockname()[1], "agent-1"))
+    client.close()
+    between.join()
+    proved = next(head for head in said if b"Authorization" in head)
+    with socket.create_connection(("127.0.0.1", server.port)) as other:
+        other.sendall(proved)
+        assert other.recv(100).startswith(b"HTTP/1.1 401")
+
+
+def _between(listening: socket.socket, port: int, said: list[bytes]) -> None:
+    """Pass one connection on, and note what its client says."""
+    here, _ = listening.accept()
+    there = socket.create_connection(("127.0.0.1", port))
+
+    def back() -> None:
+        while data := there.recv(MIB):
+            here.sendall(data)
+
+    with here, there:
+        backwards = threading.Thread(target=back)
+        backwards.start()
+        while data := here.recv(MIB):
+            said.append(data)
+            there.sendall(data)
+        there.shutdown(socket.SHUT_WR)
+        backwards.join()
+
+
+def test_another_node_is_asked_when_one_says_so(server: ChunkServer, client: PeerClient, shelf: Shelf, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    second = Shelf(tmp_path / "other")
+    second.node = "agent-2"
+    with_chunk = ChunkServer(second, "127.0.0.1", 0)
+    shelf.elsewhere[1] = Elsewhere(f"127.0.0.1:{with_chunk.port}", "agent-2")
+    assert read(client, peer_of(server)) == second.data
+    second.elsewhere[1] = Elsewhere(f"127.0.0.1:{server.port}", "agent-1")
+    with pytest.raises(PeerUnavailable, match="round"):
+        read(client, peer_of(server))
+    with_chunk.close()
+    os.close(second.descriptor)
+
+
+def test_a_receiver_that_says_nothing_loses_its_hold(server: ChunkServer, shelf: Shelf):
+    """It asks for a chunk, and takes no byte of it."""
+    client = PeerClient()
+    asked = threading.Event()
+
+    def pieces() -> Iterator[memoryview]:
+        asked.set()
+        time.sleep(3)
+        yield memoryview(bytearray(CHUNK_BYTES))
+
+    def ask() -> None:
+        with contextlib.suppress(PeerUnavailable):  # unless all of it is in the connection's buffers
+            client.read(peer_of(server), "llama", 1, KEY, WHOLE, pieces())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    asked.wait()
+    eventually(lambda: shelf.held == 0, "the chunk stays held", timeout_s=2.5)
+    thread.join()
+    client.close()
+
+
+def test_a_read_that_waits_is_ended(server: ChunkServer, client: PeerClient, shelf: Shelf):
+    shelf.waits.clear()
+    limit = ReadLimit()
+    threading.Timer(0.2, limit.end).start()
+    with pytest.raises(ReadEnded):
+        read(client, peer_of(server), limit=limit)
+    shelf.waits.set()
+
+
+def test_a_server_that_ends_ends_its_readers(shelf: Shelf, client: PeerClient):
+    server = ChunkServer(shelf, "127.0.0.1", 0)
+    assert read(client, peer_of(server)) == shelf.data
+    server.close()
+    with pytest.raises(PeerUnavailable) as caught:
+        read(client, peer_of(server))
+    assert caught.value.details["cause"] == "ConnectionRefusedError"
+    server.close()
+
+
+def test_too_many_connections_are_closed(shelf: Shelf):
+    server = ChunkServer(shelf, "127.0.0.1", 0, most_connections=2)
+    open_now = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+    eventually(lambda: server.connections == 2, "they are not served")
+    with socket.create_connection(("127.0.0.1", server.port)) as third:
+        assert third.recv(1) == b""
+    for sock in open_now:
+        sock.close()
+    eventually(lambda: server.connections == 0, "closed connections count")
+    server.close()
+
+
+def test_a_port_that_is_taken_is_an_error(server: ChunkServer, shelf: Shelf):
+    with pytest.raises(StoreError, match="cannot be served") as caught:
+        ChunkServer(shelf, "127.0.0.1", server.port)
+    assert "LONGSHORE_PEER_PORT" in caught.value.hint
+
+
+def test_the_rate_is_limited(shelf: Shelf, client: PeerClient):
+    server = ChunkServer(shelf, "127.0.0.1", 0, rate_bytes_per_s=8 * MIB)
+    begun_s = time.monotonic()
+    for _ in range(2):
+        read(client, peer_of(server))
+    assert time.monotonic() - begun_s >= 0.5  # 6 MiB, the last piece at once
+    server.close()
+
+
+REQUESTS: list[Callable[[], bytes]] = [
+    lambda: os.urandom(2000),
+    lambda: b"GET " + chunk_path("llama", 1).encode() + b" HTTP/1.1\r\n" + b"A: b\r\n" * 500 + b"\r\n",
+    lambda: b"GET /chunks/../../etc/passwd HTTP/1.1\r\nRange: bytes=0-1\r\n\r\n",
+    lambda: b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    lambda: b"POST " + chunk_path("llama", 1).encode() + b" HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
+    lambda: b"\r\n" * 3000,
+    lambda: b"GET " + chunk_path("llama", 99999999999).encode() + b" HTTP/1.1\r\nRange: bytes=9-1\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("number", range(len(REQUESTS)))
+def test_nothing_that_is_said_breaks_the_server(server: ChunkServer, client: PeerClient, shelf: Shelf, number: int):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(REQUESTS[number]())
+        sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while data := sock.recv(MIB):
+                answer += data
+        except ConnectionResetError:
+            pass
+    assert not answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 500"))
+    assert read(client, peer_of(server)) == shelf.data
+    assert shelf.taken == 1
