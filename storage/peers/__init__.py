@@ -1,4 +1,37 @@
-"""Chunks from one node to another: a server that sends them out of the arena, and a store that reads them.
+"""Chunks from one node to another: what the server and its clients agree about.
 
-The server knows files, offsets and keys of loads, and asks a `ChunkShelf` for everything else.
+`chunk_server` sends chunks out of the arena, `peer_client` reads them.
 """
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from storage.stores.requests import host_and_port
+
+REALM = "Longshore"
+NODE_HEADER = "X-Longshore-Node"  # incarnation of the node that is meant
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node that serves chunks."""
+
+    host: str
+    port: int
+    node: str  # incarnation of its agent
+
+    def __str__(self) -> str:
+        return host_and_port(self.host, self.port)
+
+
+def chunk_path(load_id: str, chunk: int) -> str:
+    """Return the path of a chunk's URL."""
+    return f"/chunks/{load_id}/{chunk}"
+
+
+def proof(key: bytes, nonce: str, path: str, range_header: str) -> str:
+    """Return the proof that a request for this range comes from a node with the load's key."""
+    return hmac.new(key, "\n".join((nonce, path, range_header)).encode(), hashlib.sha256).hexdigest()

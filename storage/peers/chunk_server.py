@@ -17,7 +17,6 @@ nonce, path and range. It shows that the sender takes part in the load. It is of
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
 import os
@@ -34,27 +33,16 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 from storage.errors import LongshoreError, StoreError
+from storage.peers import NODE_HEADER, REALM, Peer, proof
 from storage.stores.object_store import ByteRange
 
 _LOG = logging.getLogger("longshore.peers")
 
-REALM = "Longshore"
-NODE_HEADER = "X-Longshore-Node"  # incarnation of the node that is meant
 IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs for a shorter time
 PIECE_BYTES = 1 << 20  # between two looks at the rate
 _PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 _SEND_BUFFER_BYTES = 4 << 20
-
-
-def chunk_path(load_id: str, chunk: int) -> str:
-    """Return the path of a chunk's URL."""
-    return f"/chunks/{load_id}/{chunk}"
-
-
-def proof(key: bytes, nonce: str, path: str, range_header: str) -> str:
-    """Return the proof that a request for this range comes from a node with the load's key."""
-    return hmac.new(key, "\n".join((nonce, path, range_header)).encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +52,7 @@ class ServedChunk:
     descriptor: int
     offset: int  # of the chunk in the file
     size_bytes: int
-    release: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Another node has the chunk too."""
-
-    address: str  # host:port
-    node: str  # its incarnation
+    release: Callable[[bool], object]  # the argument: whether the receiver has said that it has everything
 
 
 class ChunkShelf(Protocol):
@@ -84,8 +64,11 @@ class ChunkShelf(Protocol):
         """Return the key of a load that this node takes part in."""
         ...
 
-    def take(self, load_id: str, chunk: int) -> ServedChunk | Elsewhere | None:
-        """Return the chunk, held; waits a while for one that is on its way. None: this node does not get it."""
+    def take(self, load_id: str, chunk: int) -> ServedChunk | Peer | None:
+        """Return the chunk, held, or a node that has it too. Waits a while for one that is on its way.
+
+        None: this node does not get it.
+        """
         ...
 
 
@@ -265,23 +248,25 @@ class _Handler(BaseHTTPRequestHandler):
             found = None
         if found is None:
             self._refuse(404)
-        elif isinstance(found, Elsewhere):
-            self._refuse(307, ("Location", f"http://{found.address}{path}"), (NODE_HEADER, found.node))
+        elif isinstance(found, Peer):
+            self._refuse(307, ("Location", f"http://{found}{path}"), (NODE_HEADER, found.node))
         else:
+            received = False
             try:
-                self._send(found, ByteRange(int(asked[1]), max(int(asked[1]), int(asked[2]) + 1)))
+                received = self._send(found, ByteRange(int(asked[1]), max(int(asked[1]), int(asked[2]) + 1)))
             finally:
-                found.release()
+                found.release(received)
 
     def _is_proved(self, key: bytes | None, path: str, range_header: str) -> bool:
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         expected = proof(key or secrets.token_bytes(32), self.nonce, path, range_header)
         return scheme == REALM and hmac.compare_digest(given.encode(), expected.encode()) and key is not None
 
-    def _send(self, chunk: ServedChunk, wanted: ByteRange) -> None:
+    def _send(self, chunk: ServedChunk, wanted: ByteRange) -> bool:
+        """Return whether the receiver has said that it has everything."""
         if wanted.end > chunk.size_bytes or not wanted.size_bytes:
             self._refuse(416)
-            return
+            return False
         self.send_response(206)
         self.send_header("Content-Length", str(wanted.size_bytes))
         self.send_header("Content-Range", f"bytes {wanted.start}-{wanted.end - 1}/{chunk.size_bytes}")
@@ -297,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
             while size_bytes:
                 sent_bytes = os.sendfile(self.connection.fileno(), chunk.descriptor, at, size_bytes)
                 if not sent_bytes:
-                    return  # the file was cut short
+                    return False  # the file was cut short
                 at, size_bytes = at + sent_bytes, size_bytes - sent_bytes
         with self.server.lock:
             self.server.sent_bytes += wanted.size_bytes
@@ -305,6 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.rfile.readline(3) == b"\r\n":
             self.close_connection = False
             self.connection.settimeout(IDLE_S)
+        return not self.close_connection
 
     def _refuse(self, status: int, *headers: tuple[str, str]) -> None:
         self.send_response(status)

@@ -3,7 +3,7 @@
     read(peer, ...) -- idle connection, or a new one and its nonce --> GET --> recv into the pieces --> empty line
                             307: the same from the node that is named there, four times at most
 
-The bytes are received as those of a store are (`storage.stores.s3.wire.receive`).
+The bytes are received as those of a store are (`storage.stores.http_body`).
 """
 
 from __future__ import annotations
@@ -15,32 +15,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from storage.errors import PeerUnavailable, RangeMismatch, ReadEnded, StoreUnavailable
-from storage.peers.chunk_server import NODE_HEADER, REALM, chunk_path, proof
+from storage.peers import NODE_HEADER, REALM, Peer, chunk_path, proof
+from storage.stores.http_body import Received, receive, set_receive_timer, usable_receive_buffer_bytes
 from storage.stores.object_store import ByteRange
 from storage.stores.requests import ReadLimit
-from storage.stores.s3.wire import Received, receive, set_receive_timer, usable_receive_buffer_bytes
 
 MOST_REDIRECTS = 4
 MAX_IDLE_S = 15.0  # the server closes idle connections after a longer time
 MAX_IDLE = 4  # connections kept to each peer
 _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
 _LOCATION = re.compile(r"http://([^/\s]{1,256}):(\d{1,5})/.*")
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A node that serves chunks."""
-
-    host: str
-    port: int
-    node: str  # incarnation of its agent
-
-    def __str__(self) -> str:
-        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 class _Connection:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from storage.errors import PeerUnavailable, ReadEnded, StoreError
-from storage.peers.chunk_server import ChunkServer, Elsewhere, ServedChunk, chunk_path
-from storage.peers.peer_client import MAX_IDLE, Peer, PeerClient
+from storage.peers import Peer, chunk_path
+from storage.peers.chunk_server import ChunkServer, ServedChunk
+from storage.peers.peer_client import MAX_IDLE, PeerClient
 from storage.stores.object_store import ByteRange, cut
 from storage.stores.requests import ReadLimit
 from tests.support.ray_clusters import eventually
@@ -36,7 +37,8 @@ class Shelf:
         os.pwrite(self.descriptor, self.data, 4096)
         self.held = 0
         self.taken = 0
-        self.elsewhere: dict[int, Elsewhere] = {}
+        self.received = 0
+        self.elsewhere: dict[int, Peer] = {}
         self.waits = threading.Event()
         self.waits.set()
         self._lock = threading.Lock()
@@ -44,7 +46,7 @@ class Shelf:
     def load_key(self, load_id: str) -> bytes | None:
         return KEY if load_id == "llama" else None
 
-    def take(self, load_id: str, chunk: int) -> ServedChunk | Elsewhere | None:
+    def take(self, load_id: str, chunk: int) -> ServedChunk | Peer | None:
         self.waits.wait()
         if chunk in self.elsewhere:
             return self.elsewhere[chunk]
@@ -55,9 +57,10 @@ class Shelf:
             self.taken += 1
         return ServedChunk(self.descriptor, 4096, CHUNK_BYTES, self._release)
 
-    def _release(self) -> None:
+    def _release(self, received: bool) -> None:
         with self._lock:
             self.held -= 1
+            self.received += received
 
 
 @pytest.fixture
@@ -107,6 +110,7 @@ def test_a_chunk_and_its_parts(server: ChunkServer, client: PeerClient, shelf: S
         assert read(client, peer_of(server), ByteRange(start, end)) == shelf.data[start:end]
     assert server.connections == 1  # the same for all
     eventually(lambda: shelf.held == 0, "the chunk stays held")
+    assert shelf.received == 4
     assert server.sent_bytes == CHUNK_BYTES + 2 + 2 * MIB - 5
 
 
@@ -182,9 +186,9 @@ def test_another_node_is_asked_when_one_says_so(server: ChunkServer, client: Pee
     second = Shelf(tmp_path / "other")
     second.node = "agent-2"
     with_chunk = ChunkServer(second, "127.0.0.1", 0)
-    shelf.elsewhere[1] = Elsewhere(f"127.0.0.1:{with_chunk.port}", "agent-2")
+    shelf.elsewhere[1] = Peer("127.0.0.1", with_chunk.port, "agent-2")
     assert read(client, peer_of(server)) == second.data
-    second.elsewhere[1] = Elsewhere(f"127.0.0.1:{server.port}", "agent-1")
+    second.elsewhere[1] = peer_of(server)
     with pytest.raises(PeerUnavailable, match="round"):
         read(client, peer_of(server))
     with_chunk.close()
