@@ -12,11 +12,14 @@ class NodeAgent:
     """The actor: `actors.node_agent.NodeAgent` behind the calls that other processes make to it."""
 
     def __init__(self, *arguments: Any) -> None:
+        import ray
+
         from actors.node_agent import NodeAgent
         from actors.reader.host import agent_door
 
         self._agent = NodeAgent(*arguments)
         self._agent.open_door(agent_door)
+        self._agent.serve_peers(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
         """Run any call of the agent, for a caller with a version."""

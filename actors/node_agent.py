@@ -32,6 +32,7 @@ from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskWriter
 from actors.node.node_ledger import NodeLedger
 from actors.node.node_resources import ArenaFilling, KeptMemory, NodeMeter, host_pools, open_arena
+from actors.node.peer_shelf import PeerShelf
 from actors.rank.loader import PROCESS_ARENAS
 from cluster.config import Config
 from cluster.errors import AgentEnded, VersionMismatch
@@ -60,6 +61,8 @@ from storage.arena.chunk_cache import ChunkCache
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory, gpu_memory
 from storage.host.processes import ProcessId, may_map, processes_mapping
+from storage.peers import Peer
+from storage.peers.chunk_server import ChunkServer
 
 
 class Survivors:
@@ -138,6 +141,8 @@ class NodeAgent:
         self._survivors = Survivors("", self._incarnation, restored=False)
         self._threads: list[threading.Thread] = []
         self._door: Door | None = None
+        self._chunk_server: ChunkServer | None = None
+        self._peer: Peer | None = None  # where it serves chunks
         try:
             self._settings = NodeSettings.here(node_name(self._host, node_id), given)
             config = self._config = self._settings.config
@@ -179,6 +184,18 @@ class NodeAgent:
         except (LongshoreError, OSError) as error:
             _LOG.warning("processes without Ray cannot share this node's arena: %s", error, extra=self._about)
 
+    def serve_peers(self, host: str) -> None:
+        """Serve chunks to other nodes at this address of the node, if a setting says so. Else they read the store."""
+        port = self._config.peer_port if self._error is None else -1
+        if port < 0:
+            return
+        shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation)
+        try:
+            self._chunk_server = ChunkServer(shelf, host, port)
+            self._peer = Peer(host, self._chunk_server.port, self._incarnation)
+        except LongshoreError as error:
+            _LOG.error("%s", error, extra=self._about)
+
     def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
         """Run one of the methods below for a caller with a version, and return the answer with ours (`actors.links`).
 
@@ -202,6 +219,7 @@ class NodeAgent:
             host=self._host,
             arena_bytes=arena.slot_count * arena.slot_bytes,
             window_bytes=arena.window_slots * arena.slot_bytes,
+            peer=self._peer,
             pools=host_pools(os.path.dirname(arena.path), reclaimable_bytes=reclaimable_bytes),
             gpus=gpu_memory(),
             version=__version__,
@@ -305,6 +323,8 @@ class NodeAgent:
             self._changed.notify_all()
         if self._door is not None:
             self._door.close()
+        if self._chunk_server is not None:
+            self._chunk_server.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -334,6 +354,7 @@ class NodeAgent:
                 stop=answer if isinstance(answer, LongshoreError) else None,
                 batch=self._ledger.batch(hello) if answer is True else 1,
                 disk_path=self._disk.path,
+                peer_key=self._ledger.peer_key(hello.load_id) if answer is True else b"",
             )
 
     def exchange(self, update: RankUpdate) -> Orders:

@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from storage.errors import NotACheckpoint as NotACheckpoint
     from storage.errors import ObjectChanged as ObjectChanged
     from storage.errors import ObjectNotFound as ObjectNotFound
+    from storage.errors import PeerUnavailable as PeerUnavailable
     from storage.errors import PickleRefused as PickleRefused
     from storage.errors import ProxyRefused as ProxyRefused
     from storage.errors import PublishError as PublishError
@@ -144,7 +145,7 @@ _EXPORTS = {
         "InvalidAmax "
         "InvalidHeader InvalidIndex InvalidKey InvalidManifest InvalidUri LongshoreError ManifestError "
         "ManifestMismatch ManifestUnsigned NewerManifest NotACheckpoint ObjectChanged ObjectNotFound PickleRefused "
-        "ProxyRefused PublishError RangeMismatch ReadEnded RevisionMismatch ShortRead SignatureError "
+        "PeerUnavailable ProxyRefused PublishError RangeMismatch ReadEnded RevisionMismatch ShortRead SignatureError "
         "SignedNameMismatch SigningUnavailable SourceRefused StoreError StoreUnavailable Throttled UnknownSigner "
         "UnsupportedStore WeakDigest"
     ),

@@ -28,6 +28,7 @@ from storage.checksum import Span
 from storage.errors import LongshoreError
 from storage.host.memory import GpuMemory, MemoryPool
 from storage.host.processes import ProcessId
+from storage.peers import Peer
 from storage.store_ref import StoreAccess
 
 if TYPE_CHECKING:
@@ -83,6 +84,15 @@ class GroupMember:
     process: ProcessId
 
 
+@dataclass(frozen=True, slots=True)
+class NodePeer:
+    """A node that takes part in a load."""
+
+    node_id: str
+    ranks: tuple[int, ...]  # of the load, there
+    peer: Peer | None  # where it serves chunks; None: nowhere
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeJob:
     """One node's share of a load."""
@@ -112,6 +122,10 @@ class NodeJob:
     on_demand: bool = False  # its ranks are readers, which get chunks only when they ask (`RankUpdate.asks`)
     revision: str = ""  # of the model that readers on demand read; those of a group read the same
     group_patience_s: float = 5.0  # a chunk waits this long for readers without progress while others need its slot
+    # All nodes of the load, this one among them; empty: each reads the store for itself.
+    peers: tuple[NodePeer, ...] = ()
+    node_id: str = ""  # of this node, as in `peers`
+    peer_key: bytes = field(default=b"", repr=False)  # with which nodes of the load prove that they are
 
     @property
     def part(self) -> tuple[str, int]:
@@ -170,11 +184,12 @@ class JoinReply:
     stop: LongshoreError | None = None  # the load is over for this rank
     batch: int = 1  # chunks per message
     disk_path: str = ""  # the node's folder of chunks on disk; empty: none
+    peer_key: bytes = field(default=b"", repr=False)  # see `NodeJob`
 
 
 DIRECT = NO_SLOT = -1  # instead of a slot number
 # Where a chunk came from, if not simply from the store.
-DISK_READ, DISK_UNUSABLE, ARENA_READ = "disk", "disk_unusable", "arena"
+DISK_READ, DISK_UNUSABLE, ARENA_READ, PEER_READ = "disk", "disk_unusable", "arena", "peer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +203,7 @@ class LeaseOrder:
     on_disk: bytes = b""  # key of the chunk on the node's disk; empty: not there
     read_slot: int = NO_SLOT  # kept slot with the chunk, held for this lease: read it from there
     keep_slot: int = NO_SLOT  # kept slot to copy the verified chunk to
+    peer: Peer | None = None  # a node that has the chunk, or will have it; None: read it from the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +213,7 @@ class Commit:
     lease_id: str
     chunk: int
     spans: tuple[Span, ...] = ()  # checksums of a chunk without digest, if the store has one of the object
-    source: str = ""  # DISK_READ, ARENA_READ; DISK_UNUSABLE: from the store, as the disk failed; empty: from the store
+    source: str = ""  # DISK_READ, ARENA_READ, PEER_READ; empty, or DISK_UNUSABLE if the disk failed: from the store
     kept: bool = False  # it is in the lease's kept slot too
 
 
@@ -292,6 +308,7 @@ class NodeFacts:
     version: str
     slot_bytes: int = 0  # slot size of its arena; 0: the coordinator's setting
     window_bytes: int = 0  # of the arena the window, which takes its memory at once
+    peer: Peer | None = None  # where it serves chunks to other nodes; None: nowhere
 
 
 @dataclass(frozen=True, slots=True)

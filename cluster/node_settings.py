@@ -19,7 +19,9 @@ from storage.host.processes import parent_of
 from storage.publishing.signing import TrustedKey, key_id, with_absolute_files
 
 # Settings of agents, which may differ between nodes. Only agents use the first ones.
-_OF_AGENTS_ALONE = {"arena_bytes", "window_bytes", "cache_idle_s", "slot_bytes", "disk_cache_dir", "disk_cache_bytes"}
+_OF_AGENTS_ALONE = {
+    *("arena_bytes", "window_bytes", "cache_idle_s", "slot_bytes", "disk_cache_dir", "disk_cache_bytes", "peer_port")
+}
 _OF_AGENTS = _OF_AGENTS_ALONE | {"host_reserve_bytes", "heartbeat_s", "orphan_after_s", "log_format", "log_level"}
 RAYLET = b"raylet"  # Ray's process on each node, as the kernel names it
 KEYS = ENV_PREFIX + "TRUSTED_KEYS"

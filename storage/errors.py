@@ -9,6 +9,7 @@
     |  |  +- Throttled              503 SlowDown, 429, KMS.ThrottlingException...             (worth a slower retry)
     |  |  +- ShortRead              fewer bytes than the range asked for                      (worth a retry)
     |  |  +- ReadEnded              the reader ended it: out of time, or no longer needed     (worth a retry)
+    |  |  +- PeerUnavailable        another node did not send a chunk                         (worth a retry)
     |  +- ProxyRefused              an HTTP proxy did not pass the request on
     |  +- RangeMismatch             the answer has other bytes than were asked for            (worth a retry)
     |  +- ObjectChanged             ETag or size differs from what the load pinned

@@ -191,6 +191,9 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         replaced=any(placement.replaced for placement in placements),
         model=model_label(record.request.uri),
         host_bytes=record.bytes_to_take(placements),
+        peers=(peers := record.members()),
+        node_id=node_id,
+        peer_key=record.peer_key if peers else b"",
     )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import math
+import secrets
 import time
 import uuid
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 from cluster.errors import LoadCancelled, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
+from cluster.messages import NodePeer
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
@@ -31,6 +33,7 @@ from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory
+from storage.peers import Peer
 
 _LOG = logging.getLogger("longshore.load")
 CANCEL_AGAIN_S = 1.0
@@ -118,6 +121,8 @@ class ModelRecord:
     group: Any = None  # the placement group, when it is ours
     begun: set[tuple[str, int]] = field(default_factory=set)  # (node, attempt): parts that agents were told
     store_bytes: dict[str, int] = field(default_factory=dict)  # by node
+    peers: dict[str, Peer | None] = field(default_factory=dict)  # by node: where it serves chunks to the others
+    peer_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)  # with which they prove it
     report: LoadReport | None = None
     error: LongshoreError | None = None
     message: str = ""
@@ -133,6 +138,15 @@ class ModelRecord:
 
     def __post_init__(self) -> None:
         self.worker_group_id = self.worker_group_id or self.model_id
+
+    def members(self) -> tuple[NodePeer, ...]:
+        """Return the nodes that may read chunks from each other; none if there are not two that serve chunks."""
+        found = tuple(
+            NodePeer(node_id, tuple(r for r, p in sorted(self.placements.items()) if p.node_id == node_id), peer)
+            for node_id, peer in sorted(self.peers.items())
+            if node_id in self.nodes
+        )
+        return found if sum(node.peer is not None for node in found) > 1 else ()
 
     @property
     def nodes(self) -> dict[str, str]:

@@ -104,6 +104,7 @@ async def facts_of(
             arena_bytes=facts.arena_bytes,
             window_bytes=facts.window_bytes,
             slot_bytes=facts.slot_bytes,
+            peer=facts.peer,
         )
         for node_id, facts in zip(node_ids, answers, strict=True)
         if isinstance(facts, NodeFacts)

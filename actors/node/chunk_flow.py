@@ -18,6 +18,7 @@ A chunk whose fetch is far slower than its peers gets a second lease (a hedge), 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from actors.node.chunk_sources import ChunkSources, LoadMeter, source_of
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
+from actors.node.peer_homes import PeerHomes
 from actors.node.reader_group import ReaderGroup
 from cluster.errors import ChunkFailed
 from cluster.messages import (
@@ -213,6 +215,7 @@ def _hint(error: LongshoreError) -> str:
     return error.hint
 
 
+PEER_PATIENCE_S = 10.0  # a chunk stays in the window this long for nodes that did not read it yet
 GRANT_BATCH = 64  # most readable chunks in one answer
 
 _DIRECT_NUMBERS = itertools.count(1)
@@ -225,13 +228,29 @@ class JobTables:
     shared: SharedTables
     needs: Mapping[int, NDArray[np.int64]]  # rank -> chunks that it touches
     largest_chunk_bytes: int
+    homes: PeerHomes | None = None  # None: this node reads everything from the store
 
     @classmethod
     def of(cls, job: NodeJob, shared: SharedTables | None = None) -> JobTables:
         """Return the tables of a job, unpacked. `shared`: given for readers, whose job brings none."""
         shared = unpack_shared(job.shared) if shared is None else shared
         needs = {rank: shared.chunk_ids(rank) for rank in job.ranks}
-        return cls(shared, needs, shared.chunks.largest_bytes)
+        # What has no digest cannot be checked by its receiver. Local files, and what goes past the arena, is not sent.
+        sends = job.peers and shared.chunks.hash_name and not job.is_local and job.placement != "direct"
+        homes = PeerHomes(job.peers, job.node_id, shared) if sends else None
+        return cls(shared, needs, shared.chunks.largest_bytes, homes)
+
+
+_ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
+
+
+@dataclass(slots=True)
+class _ForPeers:
+    """A chunk of the window that other nodes have yet to read."""
+
+    cached: CachedChunk
+    left: int  # nodes that did not read it yet
+    since_s: float
 
 
 class ChunkFlow:
@@ -256,7 +275,15 @@ class ChunkFlow:
         # kernel's page cache keeps them. Local files may be on a network, so a disk tier that keeps them comes first.
         fits = disk.on or len(self.queue.chunks()) <= max(cache.kept_slots, cache.window_slots)
         kept_anyway = job.is_local and not disk.on
-        self.direct = job.placement == "direct" or (job.placement == "auto" and (kept_anyway or not fits))
+        past = job.placement == "auto" and (kept_anyway or not fits) and tables.homes is None
+        self.direct = job.placement == "direct" or past
+        self._homes = tables.homes
+        self._for_peers: dict[int, _ForPeers] = {}  # chunks of the window that other nodes have yet to read
+        self._asked: set[str] = set()  # leases on chunks that come from other nodes
+        self._aside: dict[bool, list[int]] = {
+            True: [],
+            False: [],
+        }  # heaps of chunks without room: homes here, elsewhere
         self._job = job
         self._cache = cache
         self._disk = disk
@@ -298,6 +325,82 @@ class ChunkFlow:
         self.retries.update(update.retries)
         self.meter.reported(update)
 
+    # -- other nodes -------------------------------------------------------------------------------------------
+
+    def take_for_peer(self, chunk: int, process: ProcessId, reader: str) -> CachedChunk | bool:
+        """Hold the chunk for another node, which reads it until `peer_ended`.
+
+        Returns False if this node does not get it, and True if it is on its way.
+        """
+        if self._homes is None or not 0 <= chunk < len(self._chunks) or not self.queue.knows(chunk):
+            return False
+        cached = self._cache.copy(self.keys[chunk])
+        if cached is None:
+            return self.error is None and self.queue.state(chunk) in _ON_THE_WAY and self._homes.home(chunk) is None
+        return cached if self._cache.hold(cached, process, reader, owner=self._job.part) else True
+
+    def peer_ended(self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, *, received: bool) -> None:
+        """Release a chunk that another node has read, or has not. When all have read it, the window may forget it."""
+        self._cache.release(cached, process, reader)
+        waiting = self._for_peers.get(chunk)
+        if waiting is not None and received:
+            waiting.left -= 1
+            if waiting.left <= 0:
+                self._forget_peers(chunk)
+
+    def forget_late_peers(self, now_s: float) -> bool:
+        """Let go of chunks for which other nodes have not come in time. Return whether there were any."""
+        late = [chunk for chunk, each in self._for_peers.items() if now_s - each.since_s > PEER_PATIENCE_S]
+        for chunk in late:
+            self._forget_peers(chunk)
+        return bool(late)
+
+    def forget_peers(self) -> None:
+        """Let go of all chunks that wait for other nodes."""
+        for chunk in list(self._for_peers):
+            self._forget_peers(chunk)
+
+    def _forget_peers(self, chunk: int) -> None:
+        self._cache.unpin(self._for_peers.pop(chunk).cached, self._for_others(chunk))
+
+    def _has_room(self, homes: PeerHomes, chunk: int) -> bool:
+        """Return whether the chunk may be leased now. If not, set it aside.
+
+        A node's window is full neither of chunks that others have yet to read, nor of leases that wait for others. All
+        nodes go by one order. So the first chunk in it that any node lacks always finds a slot, in its home and in
+        those that need it, and no wait is circular.
+        """
+        window_slots, is_home = self._cache.window_slots, homes.home(chunk) is None
+        if is_home and homes.askers(chunk):
+            leased = sum(homes.home(each) is None for place in self.ranks.values() for each in place.leases.values())
+            room = len(self._for_peers) + leased < max(1, window_slots // 2)
+        elif is_home:
+            room = True
+        else:
+            self._asked = {lease for lease in self._asked if any(lease in each.leases for each in self.ranks.values())}
+            room = len(self._asked) < max(1, window_slots - window_slots // 4 - 1)
+        if not room:
+            self.queue.wait_for(chunk, ("aside", chunk))
+            heapq.heappush(self._aside[is_home], chunk)
+        return room
+
+    def _take_up(self) -> None:
+        """Let one chunk of each kind that was set aside be leased."""
+        for aside in self._aside.values():
+            if aside:
+                self.queue.waiting_for([("aside", heapq.heappop(aside))])
+
+    def _keep_for_peers(self, chunk: int, cached: CachedChunk, now_s: float) -> None:
+        """A chunk that this node read from the store stays in the window until the others have read it.
+
+        A chunk that is kept needs no place in the window.
+        """
+        askers = self._homes.askers(chunk) if self._homes is not None else 0
+        if not askers or self._cache.kept(self.keys[chunk]) is not None:
+            return
+        if self._cache.pin(cached, self._for_others(chunk), owner=self._job.part):
+            self._for_peers[chunk] = _ForPeers(cached, askers, now_s)
+
     def wake(self, keys: set[bytes]) -> None:
         """Take chunks from the cache, or requeue them, once other fetches of the same bytes have ended."""
         for chunk in self.queue.waiting_for(keys):
@@ -315,12 +418,15 @@ class ChunkFlow:
             return None
         if place.process is None or not self._cache.reserve(self._job.part, self._job.min_slots):
             return None  # a load that was complete has released its minimum, and queues for it again
+        self._take_up()
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
             key = self.keys[chunk]
             if self._take_from_cache(chunk):
                 continue
             if self._cache.in_flight(key):
                 self.queue.wait_for(chunk, key)  # the same bytes are on their way under another lease
+                continue
+            if self._homes is not None and not self._has_room(self._homes, chunk):
                 continue
             deadline_s = now_s + self._job.lease_deadline_s
             if chunk in place.direct and not self.queue.failures(chunk) and self._cache.kept(key) is None:
@@ -362,7 +468,13 @@ class ChunkFlow:
         on_disk = self.keys[chunk] if may_use_disk and self._disk.on_disk(self.keys[chunk]) else b""
         read = NO_SLOT if lease is None or lease.read is None else lease.read.slot
         keep = NO_SLOT if lease is None or lease.keep is None else lease.keep.slot
-        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep)
+        # A second lease on a slow chunk, and a chunk that failed before, are read from the store.
+        asks_peer = self._homes is not None and may_use_disk and slot != DIRECT and not self.queue.failures(chunk)
+        home = self._homes.home(chunk) if self._homes is not None and asks_peer else None
+        peer = None if home is None else home.peer
+        if peer is not None:
+            self._asked.add(lease_id)
+        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep, peer)
 
     def assign_direct(self, place: RankPlace, chunks: Iterable[int]) -> None:
         """Let the rank receive these chunks in its own memory, except those that other ranks of the node need too."""
@@ -409,6 +521,7 @@ class ChunkFlow:
         cached = self._cache.lookup(self.keys[chunk]) or self._cache.kept(self.keys[chunk])
         if answer is Answer.DONE and cached is not None:
             self._readable(chunk, cached)
+            self._keep_for_peers(chunk, cached, now_s)
         elif not self._take_from_cache(chunk):  # a duplicate: ranks read the other copy
             self.queue.requeue(chunk, None, "", now_s=now_s)
 
@@ -591,6 +704,10 @@ class ChunkFlow:
         A process may open a reader again that it has open. What the new one gives back, the old one may still read.
         """
         return self._job.part, place.rank, place.incarnation, chunk
+
+    def _for_others(self, chunk: int) -> tuple[tuple[str, int], str, int]:
+        """Return the key under which a chunk is pinned until other nodes have read it."""
+        return self._job.part, "peers", chunk
 
     def _reader(self, chunk: int) -> tuple[tuple[str, int], str, int]:
         """Return the key under which the load pins a kept chunk until a rank has read it."""

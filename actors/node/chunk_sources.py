@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.messages import ARENA_READ, DISK_READ, NodeJob, RankHello, RankUpdate
+from cluster.messages import ARENA_READ, DISK_READ, PEER_READ, NodeJob, RankHello, RankUpdate
 from cluster.telemetry.stats import SOURCES, LoadCounters, RankStats, StageTimes
 from storage.checkpoints.model_index import ChunkTable
 
@@ -72,8 +72,9 @@ class LoadMeter:
 
 
 # `direct`: past the arena, into a rank's own memory; `arena`: read from a kept slot
-STORE, DISK, STORE_DIRECT, ARENA = "store", "disk", "direct", "arena"
-METERED = {STORE: "store_via_arena", DISK: "disk", STORE_DIRECT: "store_direct", ARENA: "arena"}  # in reports
+STORE, DISK, STORE_DIRECT, ARENA, PEER = "store", "disk", "direct", "arena", "peer"
+# in reports
+METERED = {STORE: "store_via_arena", DISK: "disk", STORE_DIRECT: "store_direct", ARENA: "arena", PEER: "peer"}
 
 
 class ChunkSources:
@@ -86,8 +87,9 @@ class ChunkSources:
         self._meter = meter
         self._store: set[int] = set()
         self._disk: set[int] = set()
+        self._peer: set[int] = set()
         self._cached: set[int] = set()
-        self._disk_bytes = self._direct_bytes = 0
+        self._disk_bytes = self._direct_bytes = self._peer_bytes = 0
         self._refetched_chunks = self._refetched_bytes = 0
         incarnations = job.incarnations or (0,) * len(job.ranks)
         # Ranks that have not yet reported their fetches from before the agent's restart.
@@ -95,7 +97,7 @@ class ChunkSources:
 
     def in_arena(self, chunk: int) -> None:
         """Note that the arena has the chunk, although this agent did not order it for this load."""
-        if chunk not in self._store and chunk not in self._disk and chunk not in self._cached:
+        if not self._knows(chunk):
             self._cached.add(chunk)
             if not self._job.again:  # else this load may have fetched it before the restart
                 self._meter.had("arena", self._chunks.byte_range(chunk).size_bytes)
@@ -106,7 +108,7 @@ class ChunkSources:
             self.in_arena(chunk)
             return
         size_bytes = self._chunks.byte_range(chunk).size_bytes
-        if chunk in self._store or chunk in self._disk or chunk in self._cached:
+        if self._knows(chunk):
             self._refetched_chunks += 1
             self._refetched_bytes += size_bytes
         self._add(chunk, source)
@@ -118,13 +120,17 @@ class ChunkSources:
             self._disk.add(chunk)
             self._disk_bytes += size_bytes
             return
+        if source == PEER:
+            self._peer.add(chunk)
+            self._peer_bytes += size_bytes
+            return
         self._store.add(chunk)
         self.store_bytes += size_bytes
         self._direct_bytes += size_bytes if source == STORE_DIRECT else 0
 
     def late(self, chunk: int, source: str) -> None:
         """Note a chunk that came too late to be committed. The rank may still have placed it."""
-        known = chunk in self._store or chunk in self._disk or chunk in self._cached
+        known = self._knows(chunk)
         self.reported({source: (chunk,)})
         if not known:
             self._meter.had(METERED[source], self._chunks.byte_range(chunk).size_bytes)
@@ -134,12 +140,12 @@ class ChunkSources:
         for source, chunks in fetched.items():
             for chunk in chunks:
                 if source == ARENA:
-                    if chunk not in self._store and chunk not in self._disk:
+                    if not self._knows(chunk):
                         self._cached.add(chunk)
                 elif self._job.again and chunk in self._cached:
                     self._cached.remove(chunk)  # this load fetched it, before the restart
                     self._add(chunk, source)
-                elif chunk not in self._store and chunk not in self._disk and chunk not in self._cached:
+                elif not self._knows(chunk):
                     self._add(chunk, source)
 
     def hello(self, hello: RankHello) -> None:
@@ -150,7 +156,7 @@ class ChunkSources:
 
     def stats(self, needed: list[int]) -> dict[str, Any]:
         """Return the counts of a complete load, by their names in NodeReport."""
-        cached, unknown = self._cached, set(needed) - self._store - self._disk - self._cached
+        cached, unknown = self._cached, set(needed) - self._fetched - self._cached
         if self._job.again and (self._silent or self._job.replaced):
             cached, unknown = set(), cached | unknown
         elif self._job.again:  # every rank has reported, so chunks that none of them fetched were in the arena
@@ -161,6 +167,8 @@ class ChunkSources:
             "direct_bytes": self._direct_bytes,
             "disk_chunks": len(self._disk),
             "disk_bytes": self._disk_bytes,
+            "peer_chunks": len(self._peer),
+            "peer_bytes": self._peer_bytes,
             "cached_chunks": len(cached),
             "cached_bytes": self._size_bytes(cached),
             "unknown_chunks": len(unknown),
@@ -168,6 +176,13 @@ class ChunkSources:
             "refetched_chunks": self._refetched_chunks,
             "refetched_bytes": self._refetched_bytes,
         }
+
+    @property
+    def _fetched(self) -> set[int]:
+        return self._store | self._disk | self._peer
+
+    def _knows(self, chunk: int) -> bool:
+        return chunk in self._store or chunk in self._disk or chunk in self._peer or chunk in self._cached
 
     def _size_bytes(self, chunks: set[int]) -> int:
         return int(self._chunks.sizes_bytes()[sorted(chunks)].sum())
@@ -179,6 +194,8 @@ def source_of(lease_id: str, source: str) -> str:
         return DISK
     if source == ARENA_READ:
         return ARENA
+    if source == PEER_READ:
+        return PEER
     return STORE_DIRECT if lease_id.startswith("direct-") else STORE
 
 

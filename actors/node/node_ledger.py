@@ -37,7 +37,7 @@ from cluster.telemetry.metrics import BoundedLabels
 from cluster.telemetry.report import NodeReport
 from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.slots import Lease
+from storage.arena.slots import CachedChunk, Lease
 from storage.errors import ArenaTooSmall, LongshoreError, RevisionMismatch
 from storage.host.processes import ProcessId
 
@@ -272,6 +272,24 @@ class NodeLedger:
         """
         return [(key in self._cache, self._disk.has(key)) for key in keys]
 
+    # -- other nodes -------------------------------------------------------------------------------------------
+
+    def peer_key(self, load_id: str) -> bytes:
+        """Return the key with which nodes prove that they take part in the load. Empty: it has none here."""
+        return next((load.job.peer_key for load in self._parts(load_id)), b"")
+
+    def take_for_peer(
+        self, load_id: str, chunk: int, process: ProcessId, reader: str
+    ) -> tuple[NodeLoad, CachedChunk] | bool:
+        """Hold a chunk of the load for another node. False: this node does not get it. True: it is on its way."""
+        on_the_way = False
+        for load in self._parts(load_id):
+            found = load.take_for_peer(chunk, process, reader)
+            if not isinstance(found, bool):
+                return load, found
+            on_the_way = on_the_way or found
+        return on_the_way
+
     # -- ranks -------------------------------------------------------------------------------------------------
 
     def batch(self, hello: RankHello) -> int:
@@ -361,7 +379,8 @@ class NodeLedger:
         silent = [load.end_silent(now_s) for load in self._loads.values()]
         ended: set[bytes] = set().union(*silent)
         self._wake(ended)
-        return self._took_back(self._cache.expire(now_s), now_s) or bool(ended)
+        late = any([load.forget_late_peers(now_s) for load in self._loads.values()])
+        return self._took_back(self._cache.expire(now_s), now_s) or bool(ended) or late
 
     def process_dead(self, process: ProcessId, now_s: float) -> set[str]:
         """Remove a process that is certainly dead. The loads that it hosted end with it. Return their ids.

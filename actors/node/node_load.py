@@ -24,7 +24,7 @@ from cluster.scheduling.concurrency import RequestLimit
 from cluster.telemetry.chunk_map import PartView, letters_of, shards_of
 from cluster.telemetry.report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.slots import Lease
+from storage.arena.slots import CachedChunk, Lease
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
 
@@ -75,6 +75,7 @@ class NodeLoad:
             place.leases.clear()
             place.grantable.clear()
         ended = {lease.key for lease in self._cache.end_owner(self.job.part, now_s)}
+        self._flow.forget_peers()
         self._checks.forget_damaged(last=True)
         return ended
 
@@ -153,6 +154,24 @@ class NodeLoad:
                 ended |= self._take_leases(place, "lease_expired", now_s)
                 place.to_close += place.taken_back - {*place.to_close}
         return ended
+
+    # -- other nodes -------------------------------------------------------------------------------------------
+
+    def take_for_peer(self, chunk: int, process: ProcessId, reader: str) -> CachedChunk | bool:
+        """See `ChunkFlow.take_for_peer`."""
+        return self._flow.take_for_peer(chunk, process, reader)
+
+    def peer_ended(self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, *, received: bool) -> None:
+        """See `ChunkFlow.peer_ended`."""
+        self._flow.peer_ended(chunk, cached, process, reader, received=received)
+
+    def forget_late_peers(self, now_s: float) -> bool:
+        """See `ChunkFlow.forget_late_peers`."""
+        return self._flow.forget_late_peers(now_s)
+
+    def chunk_bytes(self, chunk: int) -> int:
+        """Return the size of a chunk."""
+        return self._flow.keys.tables.chunks.byte_range(chunk).size_bytes
 
     def chunks_now(self) -> PartView:
         """Return (the model's shards, each chunk's state on this node), as in `cluster.telemetry.chunk_map`."""

@@ -16,10 +16,20 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from actors.rank.state import FetchedChunk
 from cluster.errors import empty_frames
-from cluster.messages import ARENA_READ, DISK_READ, DISK_UNUSABLE, NO_SLOT, Commit, FetchFailure, LeaseOrder
+from cluster.messages import (
+    ARENA_READ,
+    DISK_READ,
+    DISK_UNUSABLE,
+    NO_SLOT,
+    PEER_READ,
+    Commit,
+    FetchFailure,
+    LeaseOrder,
+)
 from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.retry import Fail, cause_of, decide
 from cluster.telemetry.logs import LogFields
@@ -30,6 +40,9 @@ from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, IntegrityError, LongshoreError, ReadEnded
 from storage.stores.object_store import ByteRange, ObjectStore, cut, read_pieces
 from storage.stores.requests import ReadLimit, ReadLimits
+
+if TYPE_CHECKING:
+    from storage.peers.peer_client import PeerChunk, PeerClient
 
 
 @dataclass(slots=True)
@@ -73,8 +86,10 @@ class ChunkRead:
         # With neither a version nor a digest nobody would notice that the two halves are of different objects.
         self._resumes = self._shard.etag is not None or self._expected is not None
 
-    def read(self) -> None:
+    def read(self, peer: PeerChunk | None = None) -> None:
         """One try: read what is missing and check the digest, each piece while it is warm.
+
+        `peer`: read it from there. The next try, from the store, goes on where this one ended.
 
         Raises the error of the read; bytes that had arrived stay. Raises IntegrityError, and nothing stays.
         """
@@ -83,12 +98,12 @@ class ChunkRead:
         begun_s, hashed_s = time.monotonic(), self._clock.verify_s
         try:
             read_pieces(
-                self._store,
+                self._store if peer is None else peer,
                 self._shard.key,
                 rest,
                 _after(self._parts, self.arrived_bytes),
                 self._hash,
-                etag=self._shard.etag,
+                etag=self._shard.etag if peer is None else None,
                 limit=self._limit,
             )
         except LongshoreError as error:
@@ -166,6 +181,7 @@ def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
 
 
 _LOG = logging.getLogger("longshore.rank")
+PEER_READ_TIMEOUT_S = 20.0  # longer than nodes wait for a chunk that is on its way to them
 _NOTABLE = ("digest_mismatch", "object_changed", "credentials_expired")  # logged even when a later try succeeds
 
 
@@ -184,8 +200,12 @@ class ChunkFetcher:
         self._clocks: list[StageClock] = []
         self._disk: DiskReader | None = None
         self._arena: Arena | None = None
+        self._peers: PeerClient | None = None
+        self._load: tuple[str, bytes] = "", b""  # its id, and the key that its nodes prove themselves with
         # Waits for another try: (cause, seconds, a part has arrived). May return early.
         self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, arrived: time.sleep(delay_s)
+        # The lease's chunk comes from the store, as another node did not send it.
+        self.turned_to_store: Callable[[str], object] = lambda _: None
         # Whether no further try may start: (lease id, a part has arrived).
         self.is_void: Callable[[str, bool], bool] = lambda _, arrived: False
 
@@ -209,6 +229,8 @@ class ChunkFetcher:
         """Stop watching deadlines. Call it when nothing is fetched any more. Idempotent."""
         self._limits.close()
         self.use_disk("")
+        if self._peers is not None:
+            self._peers.close()
 
     def use_disk(self, path: str) -> None:
         """Read chunks that leases call `on_disk` from that folder; empty: none. Call it while nothing is fetched."""
@@ -218,6 +240,14 @@ class ChunkFetcher:
         if path:
             with contextlib.suppress(DiskTierError):  # then they come from the store
                 self._disk = DiskReader(path)
+
+    def use_peers(self, load_id: str, key: bytes) -> None:
+        """Read chunks from the nodes that leases name. `key`: the load's; empty: from none."""
+        self._load = load_id, key
+        if key and self._peers is None:
+            from storage.peers.peer_client import PeerClient  # not at the top: most loads do without it
+
+            self._peers = PeerClient(read_timeout_s=PEER_READ_TIMEOUT_S)
 
     def use_arena(self, arena: Arena | None) -> None:
         """Copy chunks to and from the kept slots of this arena. Call it while nothing is fetched."""
@@ -280,18 +310,26 @@ class ChunkFetcher:
     def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit, disk: str) -> FetchedChunk:
         retries = {"disk_unusable": 1} if disk == DISK_UNUSABLE else {}
         tries = in_vain = 0  # in vain: no further byte arrived
+        peer = self._peer_of(lease)
         while not self._ends(lease, read.arrived_bytes > 0):
-            tries += 1
+            tries += peer is None
             before_bytes = read.arrived_bytes
             try:
-                read.read()
+                read.read(peer)
                 self._overtake(lease)
-                commit = Commit(lease.lease_id, lease.chunk, read.spans(), disk)
+                commit = Commit(lease.lease_id, lease.chunk, read.spans(), disk if peer is None else PEER_READ)
                 return FetchedChunk(lease.lease_id, commit, None, retries)
             except LongshoreError as failed:
                 error = failed
             if isinstance(error, ReadEnded) and self._ends(lease, read.arrived_bytes > 0):
                 break
+            if peer is not None:  # the rest comes from the store
+                peer, cause = None, "peer_damaged" if isinstance(error, IntegrityError) else "peer_unavailable"
+                retries[cause] = 1
+                about = replace(self._about, chunk=lease.chunk, cause=cause).extra
+                self.turned_to_store(lease.lease_id)
+                _LOG.info("a chunk comes from the store instead: %s", str(error), extra=about)
+                continue
             in_vain += read.arrived_bytes <= before_bytes
             cause = cause_of(error)
             retries[cause] = retries.get(cause, 0) + 1
@@ -307,6 +345,14 @@ class ChunkFetcher:
                 return FetchedChunk(lease.lease_id, None, failure, retries)
             self.pause(cause, decision.delay_s, read.arrived_bytes > 0)
         return FetchedChunk(lease.lease_id, retries=retries)
+
+    def _peer_of(self, lease: LeaseOrder) -> PeerChunk | None:
+        if lease.peer is None or self._peers is None or lease.on_disk:
+            return None
+        from storage.peers.peer_client import PeerChunk
+
+        start = self._tables.chunks.byte_range(lease.chunk).start
+        return PeerChunk(self._peers, lease.peer, *self._load, lease.chunk, start)
 
     def _overtake(self, lease: LeaseOrder) -> None:
         """The chunk is there by this lease: end the reads of slower ones, without waiting for the agent to say so."""

@@ -45,7 +45,7 @@ class RankWork:
     def __init__(self, state: RankState, fetcher: ChunkFetcher) -> None:
         self.state = state
         self._fetcher = fetcher
-        fetcher.pause, fetcher.is_void = self._pause, state.is_void
+        fetcher.pause, fetcher.is_void, fetcher.turned_to_store = self._pause, state.is_void, self._turned_to_store
         lock = threading.Lock()
         self._fetch = threading.Condition(lock)  # fetch threads: a lease, and a place to work on it
         self._again = threading.Condition(lock)  # fetch threads in a pause before another try
@@ -68,6 +68,11 @@ class RankWork:
             if self.state.is_returning:
                 self._again.notify_all()
             self._wake_exchange()
+
+    def _turned_to_store(self, lease_id: str) -> None:
+        with self._fetch:
+            self.state.turns_to_store(lease_id, time.monotonic())
+            self._fetch.notify()  # a place for another node's chunk is free
 
     def _pause(self, cause: str, delay_s: float, arrived: bool = False) -> None:
         """Return when the calling thread may try again, or is to stop. `arrived`: a part of the chunk is there."""
@@ -163,7 +168,7 @@ class RankWork:
     def fetch_threads(self) -> int:
         """Return the number of fetch threads that have something to do."""
         with self._exchange:
-            return min(self.state.requests, self.state.in_hand)
+            return self.state.fetches
 
     def stop(self, error: LongshoreError) -> None:
         """Everything that waits here ends; the first error counts."""
@@ -363,6 +368,7 @@ class ChunkLoader:
                 raise lost
             self._work.sleep(0.1)
         self._fetcher.use_disk(reply.disk_path)
+        self._fetcher.use_peers(self._load_id, reply.peer_key)
         PROCESS_ARENAS.claim(id(self), reply.arena_path, reply.agent)
         if self._arena is None or self._arena.epoch != reply.arena_epoch:
             self._close_arena()

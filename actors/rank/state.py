@@ -17,14 +17,15 @@ only for the last message.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from actors.node.chunk_sources import ARENA, by_source, source_of
+from actors.node.chunk_sources import ARENA, PEER, by_source, source_of
 from cluster.messages import ArenaAccess, Commit, FetchFailure, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate
 from cluster.scheduling.concurrency import START
 from cluster.scheduling.retry import asks_for_fewer_requests, cause_of
@@ -151,7 +152,8 @@ class RankState:
         self.error: LongshoreError | None = None  # of `stop`
         self.batch = 1  # chunks worth a message, as the agent says
         self.requests = self.peak_requests = min(requests, most)  # allowed in flight now
-        self.working = 0  # fetches that read or verify
+        self.working = 0  # fetches that read or verify, but not those from other nodes
+        self.asking = 0  # fetches that wait for another node, or read it
         self.pausing = 0  # fetches between two tries
         self.throttles = 0
         self.placed_bytes = 0
@@ -187,22 +189,52 @@ class RankState:
     @property
     def may_fetch(self) -> bool:
         """True when `next_lease` returns one."""
-        return bool(self.leases) and self.working + self._returning < self.requests and self.error is None
+        return self._startable() is not None and self.error is None
 
     @property
     def in_hand(self) -> int:
         """Number of leases that are queued or being worked on."""
         return len(self.leases) + len(self.begun)
 
+    @property
+    def fetches(self) -> int:
+        """Number of fetches that may be under way at once, for which there are leases."""
+        return min(self.in_hand, self.requests + self._peer_leases)
+
+    @property
+    def _peer_leases(self) -> int:
+        """Number of leases on chunks of other nodes, as far as they may be fetched at once."""
+        found = sum(lease.peer is not None for lease in itertools.chain(self.leases, self.begun.values()))
+        return min(found, self._most)
+
+    def _startable(self) -> int | None:
+        """Return which queued lease starts next.
+
+        Requests to the store are limited by what it bears. Those to other nodes have places of their own: one that
+        waits for a chunk that is to come must not keep this rank from reading what others wait for.
+        """
+        store, peers = self.working + self._returning < self.requests, self.asking < self._most
+        if store and peers:
+            return 0 if self.leases else None
+        return next((at for at, lease in enumerate(self.leases) if (peers if lease.peer is not None else store)), None)
+
     def next_lease(self, now_s: float) -> LeaseOrder | None:
         """Return the lease whose fetch starts now; None when no fetch may start."""
-        if not self.may_fetch:
+        at = self._startable() if self.error is None else None
+        if at is None:
             return None
         self._account(now_s)
-        lease = self.leases.popleft()
+        lease = self.leases[at]
+        del self.leases[at]
         self.begun[lease.lease_id] = lease
-        self.working += 1
+        self._begun_or_ended(lease, 1)
         return lease
+
+    def _begun_or_ended(self, lease: LeaseOrder, change: int) -> None:
+        if lease.peer is None:
+            self.working += change
+        else:
+            self.asking += change
 
     def is_void(self, lease_id: str, arrived: bool) -> bool:
         """Return True when no further try of the lease may start. `arrived`: a part of the chunk is there."""
@@ -218,23 +250,33 @@ class RankState:
         """The fetch of a lease ended, `fetch_s` after it started. A commit brought `size_bytes`, of which
         `placed_bytes` are on the device already; 0: the chunk was not placed.
         """
-        if self.begun.pop(result.lease_id, None) is None:
+        lease = self.begun.pop(result.lease_id, None)
+        if lease is None:
             return
         self._account(now_s)
-        self.working -= 1
+        self._begun_or_ended(lease, -1)
         self.closed.discard(result.lease_id)
         if self.held_until_s is not None:
             self.held_until_s = now_s + HOLD_S
         commit = result.commit
         if commit is not None:
             self.sources[commit.chunk] = source_of(commit.lease_id, commit.source)
-            if self.sources[commit.chunk] != ARENA:  # memory says nothing about the number of requests
+            if self.sources[commit.chunk] not in (ARENA, PEER):  # they say nothing about the number of requests
                 self.results.requests.append((size_bytes, fetch_s, now_s))
             if placed_bytes:
                 self._place_fetched(commit.chunk, placed_bytes)
         elif result.failure is not None and asks_for_fewer_requests(cause_of(result.failure.error)):
             self._was_throttled()
         self.results.add(result, now_s)
+
+    def turns_to_store(self, lease_id: str, now_s: float) -> None:
+        """The fetch goes on from the store, as another node did not send the chunk."""
+        lease = self.begun.get(lease_id)
+        if lease is not None and lease.peer is not None:
+            self._account(now_s)
+            self.begun[lease_id] = replace(lease, peer=None)
+            self.asking -= 1
+            self.working += 1
 
     def pause_begun(self, cause: str, now_s: float) -> None:
         """A try has failed, and the fetch waits before the next one. Its place is free."""
@@ -400,7 +442,7 @@ class RankState:
     @property
     def want_leases(self) -> int:
         """Number of further leases that keep the rank busy while the agent is asked for more."""
-        return 0 if self.finished else max(0, self.requests + self._batch() - self.in_hand)
+        return 0 if self.finished else max(0, self.requests + self._batch() - self.in_hand + self._peer_leases)
 
     @property
     def finished(self) -> bool:

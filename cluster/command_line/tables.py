@@ -274,6 +274,7 @@ def load_table(report: LoadReport) -> RenderableType:
             ("from the store", show_bytes(report.store_bytes)),
             ("from the cache", show_bytes(report.cached_bytes)),
             *((("from disk", show_bytes(report.disk_bytes)),) if report.disk_bytes else ()),
+            *((("from other nodes", show_bytes(report.peer_bytes)),) if report.peer_bytes else ()),
             *((("from store or cache, not known", show_bytes(unknown_bytes)),) if unknown_bytes else ()),
             *((("not kept on disk", f"{unkept} chunks"),) if unkept else ()),
             ("overfetch", show_bytes(report.overfetch_bytes)),

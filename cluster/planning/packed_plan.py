@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -236,6 +236,10 @@ class SharedTables:
     def chunk_ids(self, rank: int) -> NDArray[np.int64]:
         """Return the ids of the chunks that the rank touches, ascending."""
         return rank_chunks(self.cut, self.chunks, self.cut.layout.rank_coords(rank))
+
+    def parts(self, ranks: Iterable[int]) -> Hashable:
+        """Return a value that is equal for ranks that hold the same parts of the model."""
+        return frozenset(self.cut.places(ranks))
 
     def rank_plan(self, rank: int) -> RankPlan:
         """Return the plan of one rank."""

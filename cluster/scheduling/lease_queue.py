@@ -253,6 +253,10 @@ class LeaseQueue:
         """Return every chunk that no rank is fetching yet, in plan order. O(n)."""
         return [chunk for chunk, state in self.states() if state is ChunkState.PENDING]
 
+    def knows(self, chunk: int) -> bool:
+        """Return whether a rank of the node touches the chunk."""
+        return chunk in self._position
+
     def state(self, chunk: int) -> ChunkState:
         """Return the state of the chunk. Raises KeyError for a chunk that no rank of the node touches."""
         return self._state[self._position[chunk]]

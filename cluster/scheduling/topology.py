@@ -19,6 +19,7 @@ from cluster.errors import ConfigError, NodeLost, NotEnoughResources
 from cluster.layouts.mesh import Layout
 from cluster.units import show_some
 from storage.host.memory import GpuMemory, MemoryPool
+from storage.peers import Peer
 
 USUAL_GPUS = 8  # GPUs of a usual machine that has any
 
@@ -41,6 +42,7 @@ class NodeInfo:
     slot_bytes: int = 0  # of that arena; 0: the size in the settings
     pools: tuple[MemoryPool, ...] = ()  # the pools of its memory; empty: only `memory_free_bytes` is known
     kept_bytes: int = 0  # host memory that idle workers keep for the load that reuses them
+    peer: Peer | None = None  # where its agent serves chunks to other nodes
 
 
 def resolve_device(nodes: Sequence[NodeInfo], device: str) -> str:

@@ -73,7 +73,7 @@ CHUNK_BYTES = _agent_counter(
     "chunk_bytes",
     "model source",
     "Bytes of needed chunks, by where the node had them from: store_via_arena, store_direct (past the arena, into a "
-    "rank's memory), disk, arena. What was fetched again counts again.",
+    "rank's memory), disk, arena, peer (another node). What was fetched again counts again.",
 )
 CHUNKS = _agent_counter("chunks", "model source", "Needed chunks, by where the node had them from.")
 CHUNKS_VERIFIED = _agent_counter("chunks_verified", "model", "Chunks that were fetched and had the published digest.")

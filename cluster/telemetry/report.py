@@ -252,6 +252,7 @@ class LoadReport(Jsonable):
             "store_bytes": self.store_bytes,
             "cached_bytes": self.cached_bytes,
             "disk_bytes": self.disk_bytes,
+            "peer_bytes": self.peer_bytes,
             "verified_chunks": self.verified_chunks,
             "checked_objects": self.checked_objects,
             "unchecked_objects": self.unchecked_objects,
@@ -311,6 +312,7 @@ class LoadReport(Jsonable):
             "store_direct": direct_bytes,
             "arena": self.cached_bytes,
             "disk": self.disk_bytes,
+            "peer": self.peer_bytes,
             "unknown": sum(node.unknown_bytes for node in self.nodes),
         }
 
@@ -343,11 +345,16 @@ class LoadReport(Jsonable):
         return sum(node.disk_bytes for node in self.nodes)
 
     @property
+    def peer_bytes(self) -> int:
+        """Bytes of committed chunks that nodes read from each other."""
+        return sum(node.peer_bytes for node in self.nodes)
+
+    @property
     def verified_chunks(self) -> int:
         """Chunks whose digest was checked in this load."""
         if self.verified == "transport" or self.verified.startswith("store:"):
             return 0
-        return sum(node.store_chunks + node.disk_chunks for node in self.nodes)
+        return sum(node.store_chunks + node.disk_chunks + node.peer_chunks for node in self.nodes)
 
     @property
     def objects(self) -> tuple[ObjectCheck, ...]:

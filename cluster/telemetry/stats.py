@@ -216,11 +216,13 @@ class NodeReport(Jsonable):
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
     direct: bool = False  # what one rank alone wants, and wants whole, was to be received in its memory
     direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
-    refetched_bytes: int = 0  # had before: needed_bytes = store + disk + cached + unknown - refetched bytes
+    refetched_bytes: int = 0  # had before: needed_bytes = store + disk + peer + cached + unknown - refetched bytes
     hedges: int = 0  # chunks that were fetched by two at once, because the first was far slower than others
     hedges_won: int = 0  # of those, how often the second brought the chunk
     disk_chunks: int = 0  # read from the node's disk, verified and committed
     disk_bytes: int = 0
+    peer_chunks: int = 0  # read from other nodes, verified and committed
+    peer_bytes: int = 0
     disk_unkept_chunks: int = 0  # not written there for want of room or by a fault, of any load since the agent began
     unknown_chunks: int = 0  # had before the agent was restarted: fetched by a rank that is gone, or found in the arena
     unknown_bytes: int = 0
@@ -243,7 +245,7 @@ class NodeReport(Jsonable):
         return replace(self, **sums, retries=retries, objects=join_checks((*self.objects, *later.objects)))
 
 
-SOURCES = ("store_via_arena", "store_direct", "disk", "arena")  # as in LoadReport.bytes_by_source
+SOURCES = ("store_via_arena", "store_direct", "disk", "arena", "peer")  # as in LoadReport.bytes_by_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,6 +388,12 @@ class Arena:
                     raise ArenaCorrupt("the arena's file was cut short", path=self.path, slot=index)
                 part, start = part[read_bytes:], start + read_bytes
 
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the file of a slot that the caller holds, and where it begins in there, to send it from."""
+        if index >= self.window_slots:
+            return self._kept_at(index)
+        return self._descriptor, self._data_offset + index * self.slot_bytes
+
     def view(self, index: int, length_bytes: int) -> memoryview:
         """Return the first bytes of a slot that the caller holds: a view of the window, or a copy of a kept slot."""
         if index < self.window_slots:

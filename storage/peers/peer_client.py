@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from storage.errors import PeerUnavailable, RangeMismatch, ReadEnded, StoreUnavailable
@@ -218,6 +219,32 @@ class PeerClient:
                 idle.append(connection)
                 return
         connection.http.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChunk:
+    """A chunk at another node, read by its place in the stored object: a `ReadsPieces`."""
+
+    client: PeerClient
+    peer: Peer
+    load_id: str
+    key: bytes = field(repr=False)  # the load's
+    chunk: int
+    start: int  # of the chunk in the object
+
+    def read_pieces(
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
+    ) -> str | None:
+        """See `ReadsPieces`. Raises as `PeerClient.read` does."""
+        inside = ByteRange(byte_range.start - self.start, byte_range.end - self.start)
+        self.client.read(self.peer, self.load_id, self.chunk, self.key, inside, pieces, limit=limit)
+        return None
 
 
 def _named(response: http.client.HTTPResponse, where: dict[str, Any]) -> Peer:

@@ -186,7 +186,7 @@ def cut(buffer: memoryview, piece_bytes: int = PIECE_BYTES) -> Iterator[memoryvi
 
 
 def read_pieces(
-    store: ObjectStore,
+    store: ObjectStore | ReadsPieces,
     key: str,
     byte_range: ByteRange,
     parts: Sequence[memoryview],
@@ -214,6 +214,7 @@ def read_pieces(
 
     if issubclass(type(store), ReadsPieces):  # cached by Python, which isinstance of a protocol is not
         return cast(ReadsPieces, store).read_pieces(key, byte_range, pieces(), etag=etag, limit=limit)
+    store = cast(ObjectStore, store)
     whole = parts[0] if len(parts) == 1 else memoryview(bytearray(byte_range.size_bytes))
     found = store.read_into(key, byte_range, whole, etag=etag)
     start = 0

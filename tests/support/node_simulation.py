@@ -14,7 +14,7 @@ import itertools
 import pickle
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -64,6 +64,9 @@ class SimTables(SharedTables):
 
     def chunk_ids(self, rank: int) -> NDArray[np.int64]:
         return self.wanted[rank]
+
+    def parts(self, ranks: Iterable[int]) -> Hashable:
+        return frozenset(ranks)
 
     def wanted_bytes(self, ranks: Iterable[int]) -> int:
         return sum(CHUNK_BYTES for _ in set().union(*(self.wanted[rank].tolist() for rank in ranks)))

@@ -372,7 +372,7 @@ longshore longshore.installation
 storage storage.arena storage.arena.arena storage.arena.slots storage.checkpoints storage.checkpoints.amax
 storage.checkpoints.model_index storage.checkpoints.safetensors_header storage.checksum storage.disk
 storage.disk.files storage.errors storage.host storage.host.memory storage.host.processes storage.problems
-storage.store_ref storage.stores storage.stores.requests storage.stores.local storage.stores.object_store
+storage.peers storage.store_ref storage.stores storage.stores.requests storage.stores.local storage.stores.object_store
 storage.stores.open_store storage.stores.requests
 """
 STARTING = """

@@ -52,6 +52,7 @@ AT_MODULE_LEVEL = {
 }
 IN_FUNCTIONS = {
     "ray": {
+        "actors/agent_actor",
         "actors/links",
         "serving/app",
         "serving/command",

@@ -45,6 +45,7 @@ def test_counters_of_a_load_equal_its_report(tmp_path: Path) -> None:
             "store_via_arena": report.store_bytes,
             "store_direct": 0,
             "disk": 0,
+            "peer": 0,
             "arena": 0,
         }
         assert counters.verified_chunks == counters.leases_granted == report.store_chunks > 0
@@ -97,7 +98,7 @@ def test_a_restarted_agent_counts_only_what_it_sees() -> None:
     sources.fetched(3, STORE)  # again: it had been evicted
     sources.late(3, STORE)  # known already
     sources.late(4, STORE_DIRECT)
-    assert said(meter).chunks_by_source == {"store_via_arena": 2, "store_direct": 1, "disk": 0, "arena": 0}
+    assert said(meter).chunks_by_source == {"store_via_arena": 2, "store_direct": 1, "disk": 0, "arena": 0, "peer": 0}
     # the report follows from all that is known
     assert sources.stats([0, 1, 2, 3, 4])["store_chunks"] == 3
 
@@ -113,6 +114,7 @@ def test_chunks_from_the_arena_are_counted_once() -> None:
         "store_via_arena": 0,
         "store_direct": 0,
         "disk": 1,
+        "peer": 0,
         "arena": 1,
     }
 
