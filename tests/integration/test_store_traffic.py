@@ -73,3 +73,21 @@ def test_two_nodes_each_fetch_a_chunk_once(longshore: Longshore, llama: StoredMo
             assert needed == model.report.store_bytes <= sent_bytes(proxy) <= needed * 1.02
             assert model.call(shard_differs, str(llama.folder), 2, 1, KV_HEADS) == [[]] * 4
             assert [node.used_bytes for node in longshore.status().nodes] == [needed // 2] * 2
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2, "data_parallel_size": 2}, {"tensor_parallel_size": 4}])
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0, arena_bytes=9 << 20)
+def test_two_nodes_fetch_a_chunk_once_together(
+    longshore: Longshore, llama: StoredModel, layout: dict[str, int]
+) -> None:
+    """Twenty chunks through nine slots of each node, and every chunk leaves the store once."""
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
+        with cluster.load(llama.uri, **layout, **options) as model:
+            report = model.report
+            assert len(report.nodes) == 2
+            assert set(weight_ranges(proxy).values()) == {1}
+            assert report.peer_bytes == report.bytes_by_source["peer"] > 0
+            assert report.store_bytes + report.peer_bytes == sum(node.needed_bytes for node in report.nodes)
+            tp = layout["tensor_parallel_size"]
+            assert model.call(shard_differs, str(llama.folder), tp, 1, KV_HEADS) == [[]] * 4
