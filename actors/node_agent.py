@@ -355,6 +355,7 @@ class NodeAgent:
                 batch=self._ledger.batch(hello) if answer is True else 1,
                 disk_path=self._disk.path,
                 peer_key=self._ledger.peer_key(hello.load_id) if answer is True else b"",
+                node_id=self._node_id,
             )
 
     def exchange(self, update: RankUpdate) -> Orders:

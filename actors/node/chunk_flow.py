@@ -215,7 +215,7 @@ def _hint(error: LongshoreError) -> str:
     return error.hint
 
 
-PEER_PATIENCE_S = 10.0  # a chunk stays in the window this long for nodes that did not read it yet
+PEER_PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not read it yet
 GRANT_BATCH = 64  # most readable chunks in one answer
 
 _DIRECT_NUMBERS = itertools.count(1)
@@ -249,7 +249,7 @@ class _ForPeers:
     """A chunk of the window that other nodes have yet to read."""
 
     cached: CachedChunk
-    left: int  # nodes that did not read it yet
+    left: set[str]  # ids of the nodes that did not read it yet
     since_s: float
 
 
@@ -279,6 +279,7 @@ class ChunkFlow:
         self.direct = job.placement == "direct" or past
         self._homes = tables.homes
         self._for_peers: dict[int, _ForPeers] = {}  # chunks of the window that other nodes have yet to read
+        self._late: set[str] = set()  # ids of nodes that did not come for a chunk in time
         self._asked: set[str] = set()  # leases on chunks that come from other nodes
         self._aside: dict[bool, list[int]] = {
             True: [],
@@ -327,30 +328,42 @@ class ChunkFlow:
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
-    def take_for_peer(self, chunk: int, process: ProcessId, reader: str) -> CachedChunk | bool:
-        """Hold the chunk for another node, which reads it until `peer_ended`.
+    def take_for_peer(self, chunk: int, process: ProcessId, reader: str, asker: str) -> CachedChunk | bool:
+        """Hold the chunk for another node, the asker, which reads it until `peer_ended`.
 
         Returns False if this node does not get it, and True if it is on its way.
         """
         if self._homes is None or not 0 <= chunk < len(self._chunks) or not self.queue.knows(chunk):
             return False
+        self._late.discard(asker)
         cached = self._cache.copy(self.keys[chunk])
         if cached is None:
             return self.error is None and self.queue.state(chunk) in _ON_THE_WAY and self._homes.home(chunk) is None
         return cached if self._cache.hold(cached, process, reader, owner=self._job.part) else True
 
-    def peer_ended(self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, *, received: bool) -> None:
-        """Release a chunk that another node has read, or has not. When all have read it, the window may forget it."""
+    def peer_ended(self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, receiver: str) -> None:
+        """Release a chunk that another node has read; `receiver` is empty if it did not get all.
+
+        When all have read it, the window may forget it.
+        """
         self._cache.release(cached, process, reader)
         waiting = self._for_peers.get(chunk)
-        if waiting is not None and received:
-            waiting.left -= 1
-            if waiting.left <= 0:
+        if waiting is not None:
+            waiting.left.discard(receiver)
+            if not waiting.left:
                 self._forget_peers(chunk)
 
     def forget_late_peers(self, now_s: float) -> bool:
-        """Let go of chunks for which other nodes have not come in time. Return whether there were any."""
-        late = [chunk for chunk, each in self._for_peers.items() if now_s - each.since_s > PEER_PATIENCE_S]
+        """Let go of chunks for which other nodes have not come in time. Return whether there were any.
+
+        No chunk is kept for these nodes any more, until they ask for one.
+        """
+        for each in self._for_peers.values():
+            if now_s - each.since_s > PEER_PATIENCE_S:
+                self._late |= each.left
+        for each in self._for_peers.values():
+            each.left -= self._late
+        late = [chunk for chunk, each in self._for_peers.items() if not each.left]
         for chunk in late:
             self._forget_peers(chunk)
         return bool(late)
@@ -371,7 +384,7 @@ class ChunkFlow:
         those that need it, and no wait is circular.
         """
         window_slots, is_home = self._cache.window_slots, homes.home(chunk) is None
-        if is_home and homes.askers(chunk):
+        if is_home and homes.askers(chunk) - self._late:
             leased = sum(homes.home(each) is None for place in self.ranks.values() for each in place.leases.values())
             room = len(self._for_peers) + leased < max(1, window_slots // 2)
         elif is_home:
@@ -395,7 +408,7 @@ class ChunkFlow:
 
         A chunk that is kept needs no place in the window.
         """
-        askers = self._homes.askers(chunk) if self._homes is not None else 0
+        askers = self._homes.askers(chunk) - self._late if self._homes is not None else set()
         if not askers or self._cache.kept(self.keys[chunk]) is not None:
             return
         if self._cache.pin(cached, self._for_others(chunk), owner=self._job.part):

@@ -279,12 +279,12 @@ class NodeLedger:
         return next((load.job.peer_key for load in self._parts(load_id)), b"")
 
     def take_for_peer(
-        self, load_id: str, chunk: int, process: ProcessId, reader: str
+        self, load_id: str, chunk: int, process: ProcessId, reader: str, asker: str
     ) -> tuple[NodeLoad, CachedChunk] | bool:
         """Hold a chunk of the load for another node. False: this node does not get it. True: it is on its way."""
         on_the_way = False
         for load in self._parts(load_id):
-            found = load.take_for_peer(chunk, process, reader)
+            found = load.take_for_peer(chunk, process, reader, asker)
             if not isinstance(found, bool):
                 return load, found
             on_the_way = on_the_way or found

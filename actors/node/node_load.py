@@ -157,13 +157,13 @@ class NodeLoad:
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
-    def take_for_peer(self, chunk: int, process: ProcessId, reader: str) -> CachedChunk | bool:
+    def take_for_peer(self, chunk: int, process: ProcessId, reader: str, asker: str) -> CachedChunk | bool:
         """See `ChunkFlow.take_for_peer`."""
-        return self._flow.take_for_peer(chunk, process, reader)
+        return self._flow.take_for_peer(chunk, process, reader, asker)
 
-    def peer_ended(self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, *, received: bool) -> None:
+    def peer_ended(self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, receiver: str) -> None:
         """See `ChunkFlow.peer_ended`."""
-        self._flow.peer_ended(chunk, cached, process, reader, received=received)
+        self._flow.peer_ended(chunk, cached, process, reader, receiver)
 
     def forget_late_peers(self, now_s: float) -> bool:
         """See `ChunkFlow.forget_late_peers`."""

@@ -65,8 +65,9 @@ class PeerHomes:
         at = int(needing[np.argmax(scores(self._seeds[needing], chunk))])
         return None if at == self._own else self._nodes[at]
 
-    def askers(self, chunk: int) -> int:
-        """Return how many nodes will read the chunk from this one, if they need it and all goes well."""
+    def askers(self, chunk: int) -> set[str]:
+        """Return the ids of the nodes that will read the chunk from this one, if all goes well."""
         if self._own is None or not self._needs[self._own, chunk] or self.home(chunk) is not None:
-            return 0
-        return int(self._needs[:, chunk].sum()) - 1
+            return set()
+        own = self._nodes[self._own].node_id
+        return {self._nodes[at].node_id for at in np.flatnonzero(self._needs[:, chunk]).tolist()} - {own}

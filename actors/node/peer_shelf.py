@@ -37,24 +37,26 @@ class PeerShelf:
         with self._changed:
             return self._ledger.peer_key(load_id) or None
 
-    def take(self, load_id: str, chunk: int) -> ServedChunk | Peer | None:
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
         """See `ChunkShelf`."""
         reader, give_up_s = f"peer-{next(self._numbers)}", time.monotonic() + WAIT_S
         with self._changed:
             while True:
                 arena = self._usable()
-                found = self._ledger.take_for_peer(load_id, chunk, self._process, reader)
+                found = self._ledger.take_for_peer(load_id, chunk, self._process, reader, asker)
                 if not isinstance(found, bool):
-                    return self._served(*found, chunk, reader, arena)
+                    return self._served(*found, chunk, reader, arena, asker)
                 left_s = give_up_s - time.monotonic()
                 if not found or left_s <= 0:
                     return None
                 self._changed.wait(left_s)
 
-    def _served(self, load: NodeLoad, cached: CachedChunk, chunk: int, reader: str, arena: Arena) -> ServedChunk:
+    def _served(
+        self, load: NodeLoad, cached: CachedChunk, chunk: int, reader: str, arena: Arena, asker: str
+    ) -> ServedChunk:
         def release(received: bool) -> None:
             with self._changed:
-                load.peer_ended(chunk, cached, self._process, reader, received=received)
+                load.peer_ended(chunk, cached, self._process, reader, asker if received else "")
                 self._changed.notify_all()
 
         return ServedChunk(*arena.place(cached.slot), load.chunk_bytes(chunk), release)

@@ -241,13 +241,13 @@ class ChunkFetcher:
             with contextlib.suppress(DiskTierError):  # then they come from the store
                 self._disk = DiskReader(path)
 
-    def use_peers(self, load_id: str, key: bytes) -> None:
-        """Read chunks from the nodes that leases name. `key`: the load's; empty: from none."""
+    def use_peers(self, load_id: str, key: bytes, node_id: str) -> None:
+        """Read chunks from the nodes that leases name. `key`: the load's; empty: from none. `node_id`: of this node."""
         self._load = load_id, key
         if key and self._peers is None:
             from storage.peers.peer_client import PeerClient  # not at the top: most loads do without it
 
-            self._peers = PeerClient(read_timeout_s=PEER_READ_TIMEOUT_S)
+            self._peers = PeerClient(node_id, read_timeout_s=PEER_READ_TIMEOUT_S)
 
     def use_arena(self, arena: Arena | None) -> None:
         """Copy chunks to and from the kept slots of this arena. Call it while nothing is fetched."""

@@ -13,6 +13,7 @@ from storage.stores.requests import host_and_port
 
 REALM = "Longshore"
 NODE_HEADER = "X-Longshore-Node"  # incarnation of the node that is meant
+ASKER_HEADER = "X-Longshore-Asker"  # id of the node that asks
 
 
 @dataclass(frozen=True, slots=True)

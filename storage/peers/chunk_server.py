@@ -33,7 +33,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 from storage.errors import LongshoreError, StoreError
-from storage.peers import NODE_HEADER, REALM, Peer, proof
+from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, Peer, proof
 from storage.stores.object_store import ByteRange
 
 _LOG = logging.getLogger("longshore.peers")
@@ -64,10 +64,10 @@ class ChunkShelf(Protocol):
         """Return the key of a load that this node takes part in."""
         ...
 
-    def take(self, load_id: str, chunk: int) -> ServedChunk | Peer | None:
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
         """Return the chunk, held, or a node that has it too. Waits a while for one that is on its way.
 
-        None: this node does not get it.
+        `asker`: id of the node that asks. None: this node does not get it.
         """
         ...
 
@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(410)
             return
         try:
-            found = self.server.shelf.take(named[1], int(named[2]))
+            found = self.server.shelf.take(named[1], int(named[2]), self.headers.get(ASKER_HEADER, ""))
         except LongshoreError:
             found = None
         if found is None:

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from storage.errors import PeerUnavailable, RangeMismatch, ReadEnded, StoreUnavailable
-from storage.peers import NODE_HEADER, REALM, Peer, chunk_path, proof
+from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, Peer, chunk_path, proof
 from storage.stores.http_body import Received, receive, set_receive_timer, usable_receive_buffer_bytes
 from storage.stores.object_store import ByteRange
 from storage.stores.requests import ReadLimit
 
 MOST_REDIRECTS = 4
 MAX_IDLE_S = 15.0  # the server closes idle connections after a longer time
+AVOID_S = 30.0  # a node that cannot be reached, or says nothing, is not asked again for this long
 MAX_IDLE = 4  # connections kept to each peer
 _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
 _LOCATION = re.compile(r"http://([^/\s]{1,256}):(\d{1,5})/.*")
@@ -41,13 +42,15 @@ class _Connection:
 class PeerClient:
     """Connections to other nodes. Thread-safe: each read has a connection to itself."""
 
-    def __init__(self, *, connect_timeout_s: float = 2.0, read_timeout_s: float = 10.0) -> None:
-        """`read_timeout_s`: a peer that sends no byte for this long is given up."""
+    def __init__(self, asker: str, *, connect_timeout_s: float = 2.0, read_timeout_s: float = 10.0) -> None:
+        """`asker`: this node's id. `read_timeout_s`: a peer that sends no byte for this long is given up."""
+        self._asker = asker
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
         self._lock = threading.Lock()
         self._idle: dict[Peer, list[_Connection]] = {}
         self._closed = False
+        self._avoid: dict[Peer, float] = {}  # peer -> until when
         self._receive_buffer_bytes = usable_receive_buffer_bytes()
 
     def read(
@@ -78,6 +81,8 @@ class PeerClient:
         limit, received = limit or ReadLimit(), Received()
         for _ in range(MOST_REDIRECTS + 1):
             where: dict[str, Any] = {"peer": str(peer), "load": load_id, "chunk": chunk, "range": str(byte_range)}
+            if time.monotonic() < self._avoid.get(peer, 0.0):
+                raise PeerUnavailable("a node did not answer just before", **where)
             try:
                 elsewhere = self._read(
                     peer, chunk_path(load_id, chunk), key, byte_range, pieces, limit, received, where
@@ -87,6 +92,8 @@ class PeerClient:
                     raise ReadEnded("the read was ended", received_bytes=received.bytes, **where) from error
                 if isinstance(error, PeerUnavailable):
                     raise
+                if isinstance(error, OSError) and not received.bytes:
+                    self._avoid[peer] = time.monotonic() + AVOID_S
                 details: dict[str, Any] = {**where, "received_bytes": received.bytes, "cause": type(error).__name__}
                 raise PeerUnavailable("a node did not send a chunk that it has", **details) from error
             if elsewhere is None:
@@ -163,7 +170,12 @@ class PeerClient:
         self, connection: _Connection, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit
     ) -> http.client.HTTPResponse:
         range_header = byte_range.http_header()
-        headers = {"Host": str(connection.peer), "Range": range_header, NODE_HEADER: connection.peer.node}
+        headers = {
+            "Host": str(connection.peer),
+            "Range": range_header,
+            NODE_HEADER: connection.peer.node,
+            ASKER_HEADER: self._asker,
+        }
         if connection.nonce:
             headers["Authorization"] = f"{REALM} {proof(key, connection.nonce, path, range_header)}"
         try:

@@ -46,7 +46,7 @@ class Shelf:
     def load_key(self, load_id: str) -> bytes | None:
         return KEY if load_id == "llama" else None
 
-    def take(self, load_id: str, chunk: int) -> ServedChunk | Peer | None:
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
         self.waits.wait()
         if chunk in self.elsewhere:
             return self.elsewhere[chunk]
@@ -80,7 +80,7 @@ def server(shelf: Shelf) -> Iterator[ChunkServer]:
 
 @pytest.fixture
 def client() -> Iterator[PeerClient]:
-    client = PeerClient(read_timeout_s=5.0)
+    client = PeerClient("asker", read_timeout_s=5.0)
     yield client
     client.close()
 
@@ -197,7 +197,7 @@ def test_another_node_is_asked_when_one_says_so(server: ChunkServer, client: Pee
 
 def test_a_receiver_that_says_nothing_loses_its_hold(server: ChunkServer, shelf: Shelf):
     """It asks for a chunk, and takes no byte of it."""
-    client = PeerClient()
+    client = PeerClient("asker")
     asked = threading.Event()
 
     def pieces() -> Iterator[memoryview]:
@@ -233,6 +233,8 @@ def test_a_server_that_ends_ends_its_readers(shelf: Shelf, client: PeerClient):
     with pytest.raises(PeerUnavailable) as caught:
         read(client, peer_of(server))
     assert caught.value.details["cause"] == "ConnectionRefusedError"
+    with pytest.raises(PeerUnavailable, match="just before"):
+        read(client, peer_of(server))
     server.close()
 
 

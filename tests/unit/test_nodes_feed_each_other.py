@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from actors.rank import chunk_fetcher
 from cluster.messages import NodePeer
 from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
+from storage.peers import Peer
+from storage.peers.chunk_server import ChunkServer, ServedChunk
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 from tests.support.faulty_stores import WrappedStore
@@ -31,13 +38,14 @@ class Nodes:
         self.store = WrappedStore(MemoryStore(objects))
         each = len(self.plan.ranks) // len(nodes)
         self.ranks_of = [tuple(range(at * each, (at + 1) * each)) for at in range(len(nodes))]
+        self.others: dict[int, Peer] = {}  # instead of nodes, what the others take for them
         for node in nodes:
             node.agent.serve_peers("127.0.0.1")
 
     def load(self, only: Sequence[int] | None = None) -> list[NodeReport]:
         """Run the ranks of `only` these nodes, compare what they have, and return the report of each node."""
         members = tuple(
-            NodePeer(f"node-{at}", ranks, node.agent.facts().peer)
+            NodePeer(f"node-{at}", ranks, self.others.get(at, node.agent.facts().peer))
             for at, (ranks, node) in enumerate(zip(self.ranks_of, self.nodes, strict=True))
         )
         found = []
@@ -66,6 +74,7 @@ def nodes_of(tmp_path: Path) -> Iterator[Any]:
             for number in range(count):
                 (folder := tmp_path / f"node-{number}").mkdir()
                 nodes.append(stack.enter_context(local_node(folder, slots, peer_port=0, **settings)))
+                nodes[-1].agent._node_id = f"node-{number}"
             return Nodes(nodes, objects, sizes)
 
         yield make
@@ -95,3 +104,65 @@ def test_the_store_sends_each_byte_once(nodes_of: Any, layout: str, slots: int):
         assert report.store_bytes + report.peer_bytes + report.cached_bytes == report.needed_bytes
         assert not report.retries
     assert sum(report.store_bytes for report in reports) == nodes.store.read_bytes
+
+
+class Rubbish:
+    """Serves random bytes for every chunk."""
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self.node = node
+        self.descriptor = os.open(folder / "rubbish", os.O_RDWR | os.O_CREAT)
+        os.write(self.descriptor, os.urandom(CHUNK_BYTES))
+
+    def load_key(self, load_id: str) -> bytes | None:
+        return KEY
+
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
+        return ServedChunk(self.descriptor, 0, CHUNK_BYTES, lambda received: None)
+
+
+@pytest.mark.parametrize("fault", ["refuses", "hangs", "sends other bytes", "was restarted"])
+def test_a_node_without_use_is_left_for_the_store(
+    nodes_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    """What the others take for node 1 is something else. Node 1 itself reads from node 0 all the same."""
+    monkeypatch.setattr(chunk_fetcher, "PEER_READ_TIMEOUT_S", 1.0)
+    nodes = nodes_of(2, (1, 1, 2), 100)
+    rubbish = Rubbish(tmp_path, "it")
+    with ExitStack() as stack:
+        if fault == "sends other bytes":
+            server = ChunkServer(rubbish, "127.0.0.1", 0)
+            stack.callback(server.close)
+            nodes.others[1] = Peer("127.0.0.1", server.port, "it")
+        elif fault == "was restarted":
+            nodes.others[1] = Peer("127.0.0.1", nodes.nodes[1].agent.facts().peer.port, "an earlier one")
+        else:
+            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            nodes.others[1] = Peer("127.0.0.1", listening.getsockname()[1], "it")
+            if fault == "refuses":
+                listening.close()
+        first, second = nodes.load()
+    os.close(rubbish.descriptor)
+    assert set(first.retries) == {"peer_damaged" if fault == "sends other bytes" else "peer_unavailable"}
+    assert first.store_bytes == first.needed_bytes
+    assert second.peer_bytes + second.store_bytes == second.needed_bytes
+    assert second.peer_bytes > 0
+
+
+def test_a_node_that_ends_in_the_middle_is_left_for_the_store(nodes_of: Any):
+    nodes = nodes_of(3, (1, 1, 3), 8)
+    server = nodes.nodes[2].agent._chunk_server
+
+    def end() -> None:
+        while not server.sent_bytes:
+            time.sleep(0.001)
+        server.close()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    reports = nodes.load()
+    ending.join()
+    assert sum(report.peer_bytes for report in reports) > 0
+    assert any("peer_unavailable" in report.retries for report in reports)
+    for report in reports:
+        assert report.store_bytes + report.peer_bytes == report.needed_bytes
