@@ -4,7 +4,7 @@
     threads: touch and announce_ready (slots get their memory), tick (deadlines, dead processes), beat (heartbeat)
 
 There is one agent per node. The ledger makes every decision. `NodeAgent` adds the lock, the clock, the waiting and the
-processes.
+processes. `PeerShelf` is what it has for other nodes.
 
 `Survivors` are processes that mapped the node's arena when its agent was restarted. The previous agent may have granted
 each of them any chunk. So every chunk is held for a survivor until it is known to read none. A process stops being a
@@ -17,6 +17,7 @@ survivor when:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -31,8 +32,8 @@ from actors.links import CoordinatorLink
 from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskWriter
 from actors.node.node_ledger import NodeLedger
+from actors.node.node_load import NodeLoad
 from actors.node.node_resources import ArenaFilling, KeptMemory, NodeMeter, host_pools, open_arena
-from actors.node.peer_shelf import PeerShelf
 from actors.rank.loader import PROCESS_ARENAS
 from cluster.config import Config
 from cluster.errors import AgentEnded, VersionMismatch
@@ -58,11 +59,12 @@ from longshore.installation import __version__, check_packages
 from storage.arena.arena import Arena
 from storage.arena.arena_files import SHM_DIRECTORY, arena_path
 from storage.arena.chunk_cache import ChunkCache
+from storage.arena.slots import CachedChunk
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory, gpu_memory
 from storage.host.processes import ProcessId, may_map, processes_mapping
 from storage.peers import Peer
-from storage.peers.chunk_server import ChunkServer
+from storage.peers.chunk_server import ChunkServer, ServedChunk
 
 
 class Survivors:
@@ -93,6 +95,56 @@ class Survivors:
         gone = self.left - mapping
         self.left -= gone
         return gone
+
+
+PEER_WAIT_S = 15.0  # for a chunk that this node is about to read; receivers wait a little longer for a byte
+
+
+class PeerShelf:
+    """The chunks that an agent has for other nodes: a `ChunkShelf`. Each call takes the agent's lock.
+
+    A chunk is held, as for a rank, until its receiver has it.
+    """
+
+    def __init__(
+        self, changed: threading.Condition, ledger: NodeLedger, usable: Callable[[], Arena], incarnation: str
+    ) -> None:
+        """`changed`: the agent's lock. `usable`: returns its arena, or raises LongshoreError when it ends."""
+        self.node = incarnation
+        self._changed = changed
+        self._ledger = ledger
+        self._usable = usable
+        self._numbers = itertools.count(1)
+        self._process = ProcessId.current()
+
+    def load_key(self, load_id: str) -> bytes | None:
+        """See `ChunkShelf`."""
+        with self._changed:
+            return self._ledger.peer_key(load_id) or None
+
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
+        """See `ChunkShelf`."""
+        reader, give_up_s = f"peer-{next(self._numbers)}", time.monotonic() + PEER_WAIT_S
+        with self._changed:
+            while True:
+                arena = self._usable()
+                found = self._ledger.take_for_peer(load_id, chunk, self._process, reader, asker)
+                if not isinstance(found, bool):
+                    return self._served(*found, chunk, reader, arena, asker)
+                left_s = give_up_s - time.monotonic()
+                if not found or left_s <= 0:
+                    return None
+                self._changed.wait(left_s)
+
+    def _served(
+        self, load: NodeLoad, cached: CachedChunk, chunk: int, reader: str, arena: Arena, asker: str
+    ) -> ServedChunk:
+        def release(received: bool) -> None:
+            with self._changed:
+                load.peer_ended(chunk, cached, self._process, reader, asker if received else "")
+                self._changed.notify_all()
+
+        return ServedChunk(*arena.place(cached.slot), load.chunk_bytes(chunk), release)
 
 
 _LOG = logging.getLogger("longshore.agent")
