@@ -113,7 +113,7 @@ async def room_of(
     order = sorted(await agents.of({placement.node_id: placement.host for placement in placements.values()}))
     before = claims_of(others, record)
     facts = await nodes.facts_of(order, agents.ask)
-    record.peers |= {node_id: info.peer for node_id, info in facts.items()}
+    record.note_peers(facts.values())
     claims = larger_claims(before, claims_of(others, record))
     infos = with_kept_memory([facts[node_id] for node_id in order], taken)
     return Room(

@@ -139,6 +139,10 @@ class ModelRecord:
     def __post_init__(self) -> None:
         self.worker_group_id = self.worker_group_id or self.model_id
 
+    def note_peers(self, infos: Iterable[NodeInfo]) -> None:
+        """Note where these nodes serve chunks to others."""
+        self.peers |= {info.node_id: info.peer for info in infos}
+
     def members(self) -> tuple[NodePeer, ...]:
         """Return the nodes that may read chunks from each other; none if there are not two that serve chunks."""
         found = tuple(
