@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ from cluster.errors import AgentEnded, ClusterLost, ConfigError, LoadTimeout
 from cluster.fit.needs import host_bytes, min_slots
 from cluster.fit.options import GivenMap, GivenMemory
 from cluster.joining.node_tasks import unwrapped
-from cluster.joining.patience import LOOK_S, Patience, checked_timeout
+from cluster.joining.patience import LOOK_S, Patience, checked_timeout, in_thread
 from cluster.joining.ray_private import started_here
 from cluster.layouts.rules import LayoutRules
 from cluster.messages import GroupMember, JoinReply, NodeFacts, NodeJob, RankHello, RankJob, unpack_message
@@ -252,15 +252,7 @@ def _load(loader: RankLoader, patience: Patience) -> None:
 
 def _within(patience: Patience, work: Callable[[], T]) -> T:
     """Run `work` in a thread, and return or raise what it does. Raises LoadTimeout; `work` then runs to its end."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="plan", daemon=True).start()
+    done = in_thread(work, "plan")
     while not wait([done], patience.left_s(LOOK_S)).done:
         patience.check()
     return done.result()

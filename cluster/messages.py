@@ -185,7 +185,7 @@ class JoinReply:
     batch: int = 1  # chunks per message
     disk_path: str = ""  # the node's folder of chunks on disk; empty: none
     peer_key: bytes = field(default=b"", repr=False)  # see `NodeJob`
-    node_id: str = ""
+    node_id: str = ""  # of the agent's node
 
 
 DIRECT = NO_SLOT = -1  # instead of a slot number

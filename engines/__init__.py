@@ -6,27 +6,7 @@ that engine or by the user. Importing this package costs nothing. `transformers`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from logging import Logger
-from threading import Thread
-from typing import TypeVar
-
-T = TypeVar("T")
-
-
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Return the future result of `work`, which runs in a thread of its own. The end of the process does not wait."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, name="longshore-open", daemon=True).start()
-    return future
 
 
 def warn_of_version(engine: str, version: str, tested: tuple[str, str], log: Logger) -> None:

@@ -30,8 +30,9 @@ from actors.reader.open_model import OpenModel, TensorSlice, safe_open
 from cluster.argument_types import checks_arguments
 from cluster.config import Config
 from cluster.errors import ConfigError, LayoutError
+from cluster.joining.patience import in_thread
 from cluster.small_files import config_folder, read_source
-from engines import in_thread, warn_of_version
+from engines import warn_of_version
 from storage.problems import MAX_LISTED, quote
 
 TESTED = ("5.19", "5.23")  # oldest and newest version that was tried: tests run the newest
@@ -198,7 +199,7 @@ def _opening(
         if opened.exception() is None:
             opened.result().close()
 
-    opening = in_thread(open_and_fetch)
+    opening = in_thread(open_and_fetch, "longshore-open")
     try:
         yield opening
     finally:

@@ -34,8 +34,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
+from cluster.joining.patience import in_thread
 from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
-from engines import in_thread, warn_of_version
+from engines import warn_of_version
 from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.errors import LongshoreError
 from storage.host.processes import pid_namespace
@@ -187,7 +188,7 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
             return opened
 
         with every_core(os.environ):
-            self._opening = in_thread(open_and_fetch)
+            self._opening = in_thread(open_and_fetch, "longshore-open")
 
     def _open(self, source: ModelSource) -> OpenModel:
         options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}

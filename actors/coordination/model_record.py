@@ -145,11 +145,10 @@ class ModelRecord:
 
     def members(self) -> tuple[NodePeer, ...]:
         """Return the nodes that may read chunks from each other; none if there are not two that serve chunks."""
-        found = tuple(
-            NodePeer(node_id, tuple(r for r, p in sorted(self.placements.items()) if p.node_id == node_id), peer)
-            for node_id, peer in sorted(self.peers.items())
-            if node_id in self.nodes
-        )
+        ranks: dict[str, list[int]] = {}
+        for rank, placement in sorted(self.placements.items()):
+            ranks.setdefault(placement.node_id, []).append(rank)
+        found = tuple(NodePeer(node_id, tuple(ranks[node_id]), self.peers.get(node_id)) for node_id in sorted(ranks))
         return found if sum(node.peer is not None for node in found) > 1 else ()
 
     @property

@@ -281,10 +281,8 @@ class ChunkFlow:
         self._for_peers: dict[int, _ForPeers] = {}  # chunks of the window that other nodes have yet to read
         self._late: set[str] = set()  # ids of nodes that did not come for a chunk in time
         self._asked: set[str] = set()  # leases on chunks that come from other nodes
-        self._aside: dict[bool, list[int]] = {
-            True: [],
-            False: [],
-        }  # heaps of chunks without room: homes here, elsewhere
+        # Chunks that were set aside for want of room, two heaps: those that this node is the home of (True), others.
+        self._aside: dict[bool, list[int]] = {True: [], False: []}
         self._job = job
         self._cache = cache
         self._disk = disk
@@ -482,8 +480,9 @@ class ChunkFlow:
         read = NO_SLOT if lease is None or lease.read is None else lease.read.slot
         keep = NO_SLOT if lease is None or lease.keep is None else lease.keep.slot
         # A second lease on a slow chunk, and a chunk that failed before, are read from the store.
-        asks_peer = self._homes is not None and may_use_disk and slot != DIRECT and not self.queue.failures(chunk)
-        home = self._homes.home(chunk) if self._homes is not None and asks_peer else None
+        home = None
+        if self._homes is not None and may_use_disk and slot != DIRECT and not self.queue.failures(chunk):
+            home = self._homes.home(chunk)
         peer = None if home is None else home.peer
         if peer is not None:
             self._asked.add(lease_id)

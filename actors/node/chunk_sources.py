@@ -156,7 +156,7 @@ class ChunkSources:
 
     def stats(self, needed: list[int]) -> dict[str, Any]:
         """Return the counts of a complete load, by their names in NodeReport."""
-        cached, unknown = self._cached, set(needed) - self._fetched - self._cached
+        cached, unknown = self._cached, {chunk for chunk in needed if not self._knows(chunk)}
         if self._job.again and (self._silent or self._job.replaced):
             cached, unknown = set(), cached | unknown
         elif self._job.again:  # every rank has reported, so chunks that none of them fetched were in the arena
@@ -176,10 +176,6 @@ class ChunkSources:
             "refetched_chunks": self._refetched_chunks,
             "refetched_bytes": self._refetched_bytes,
         }
-
-    @property
-    def _fetched(self) -> set[int]:
-        return self._store | self._disk | self._peer
 
     def _knows(self, chunk: int) -> bool:
         return chunk in self._store or chunk in self._disk or chunk in self._peer or chunk in self._cached

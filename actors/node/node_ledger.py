@@ -376,8 +376,7 @@ class NodeLedger:
         load, and the jobs behind it must not wait.
         """
         self._give_up([part for part, (_, asked_s) in self._asking.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
-        silent = [load.end_silent(now_s) for load in self._loads.values()]
-        ended: set[bytes] = set().union(*silent)
+        ended: set[bytes] = set().union(*(load.end_silent(now_s) for load in self._loads.values()))
         self._wake(ended)
         late = any([load.forget_late_peers(now_s) for load in self._loads.values()])
         return self._took_back(self._cache.expire(now_s), now_s) or bool(ended) or late

@@ -151,8 +151,8 @@ class NodeLoad:
         ended: set[bytes] = set()
         for place in self.ranks.values() if self.job.on_demand else ():
             if now_s - place.heard_s > self.job.group_patience_s:
+                place.to_close += place.leases
                 ended |= self._take_leases(place, "lease_expired", now_s)
-                place.to_close += place.taken_back - {*place.to_close}
         return ended
 
     # -- other nodes -------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class PeerHomes:
         self._nodes = [node for node in nodes if node.peer is not None and node.ranks]
         self._own = next((at for at, node in enumerate(self._nodes) if node.node_id == node_id), None)
         self._seeds = np.array([seed_of(node.node_id) for node in self._nodes], np.uint64)
+        self._homes: dict[int, NodePeer | None] = {}  # of chunks that were asked for
         self._needs = np.zeros((len(self._nodes), len(tables.chunks)), bool)
         known: dict[Hashable, NDArray[np.bool_]] = {}  # nodes with the same parts of the model need the same
         for at, node in enumerate(self._nodes):
@@ -58,6 +59,11 @@ class PeerHomes:
 
     def home(self, chunk: int) -> NodePeer | None:
         """Return the chunk's home, if this node needs the chunk. None: this node reads the store."""
+        if chunk not in self._homes:
+            self._homes[chunk] = self._find_home(chunk)
+        return self._homes[chunk]
+
+    def _find_home(self, chunk: int) -> NodePeer | None:
         needing = np.flatnonzero(self._needs[:, chunk])
         if not len(needing) or (self._own is not None and not self._needs[self._own, chunk]):
             return None

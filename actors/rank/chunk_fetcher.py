@@ -349,10 +349,8 @@ class ChunkFetcher:
     def _peer_of(self, lease: LeaseOrder) -> PeerChunk | None:
         if lease.peer is None or self._peers is None or lease.on_disk:
             return None
-        from storage.peers.peer_client import PeerChunk
-
         start = self._tables.chunks.byte_range(lease.chunk).start
-        return PeerChunk(self._peers, lease.peer, *self._load, lease.chunk, start)
+        return self._peers.chunk(lease.peer, *self._load, lease.chunk, start)
 
     def _overtake(self, lease: LeaseOrder) -> None:
         """The chunk is there by this lease: end the reads of slower ones, without waiting for the agent to say so."""

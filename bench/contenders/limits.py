@@ -31,7 +31,7 @@ import numpy as np
 from bench.contenders.buffers import in_threads, read_exactly
 from bench.harness.contender import BenchFile, Spec
 from bench.harness.measure import measured
-from storage.stores.http_body import usable_receive_buffer_bytes
+from storage.stores.http_get import usable_receive_buffer_bytes
 
 ARENA_BYTES = 256 << 20  # of all processes together
 SLOT_BYTES = 8 << 20

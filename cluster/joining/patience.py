@@ -6,6 +6,8 @@ its first moment on, and raises ClusterLost before that.
 
 `check_ray_address` checks an address before Ray uses it. `ray.init` waits many minutes for a dead address, in C++,
 where Ctrl-C has no effect.
+
+`in_thread` runs what nobody can interrupt in a thread, which its caller need not outlive.
 """
 
 from __future__ import annotations
@@ -18,12 +20,31 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
 
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled, LoadTimeout
 
 LOOK_S = 1.0  # between checks of a cancellation that cannot wake the waiting thread
+
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Return the future result of `work`, which runs in a thread of that name. The end of the process does not wait."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class Patience:

@@ -24,7 +24,6 @@ import re
 import secrets
 import socket
 import socketserver
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from typing import Any, Protocol
 
 from storage.errors import LongshoreError, StoreError
 from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, Peer, proof
+from storage.stores.http_get import set_timer
 from storage.stores.object_store import ByteRange
 
 _LOG = logging.getLogger("longshore.peers")
@@ -42,7 +42,6 @@ IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs
 PIECE_BYTES = 1 << 20  # between two looks at the rate
 _PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
-_SEND_BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class ServedChunk:
 
 
 class ChunkShelf(Protocol):
-    """What a node has for others. Thread-safe."""
+    """Chunks that a node has for others. Thread-safe."""
 
     node: str  # incarnation of this node's agent
 
@@ -219,13 +218,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        patience_s = self.server.patience_s
         self.connection.settimeout(IDLE_S)
         self.nonce = secrets.token_hex(16)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        whole_s = int(patience_s)
-        timer = struct.pack("ll", whole_s, int((patience_s - whole_s) * 1e6))
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timer)
+        set_timer(self.connection, socket.SO_SNDTIMEO, self.server.patience_s)
 
     def do_GET(self) -> None:
         """Answer a request for a chunk."""

@@ -1,9 +1,9 @@
-"""Reads chunks from other nodes (`storage.peers.chunk_server`), straight into the caller's memory.
+"""Reads chunks from other nodes (`storage.peers.chunk_server`) straight into the caller's memory.
 
     read(peer, ...) -- idle connection, or a new one and its nonce --> GET --> recv into the pieces --> empty line
                             307: the same from the node that is named there, four times at most
 
-The bytes are received as those of a store are (`storage.stores.http_body`).
+The bytes are received as those of a store are (`storage.stores.http_get`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import http.client
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,12 +19,19 @@ from typing import Any, NoReturn
 
 from storage.errors import PeerUnavailable, RangeMismatch, ReadEnded, StoreUnavailable
 from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, Peer, chunk_path, proof
-from storage.stores.http_body import Received, receive, set_receive_timer, usable_receive_buffer_bytes
+from storage.stores.http_get import (
+    IdleConnections,
+    Received,
+    open_socket,
+    receive,
+    send_get,
+    usable_receive_buffer_bytes,
+    use_socket,
+)
 from storage.stores.object_store import ByteRange
 from storage.stores.requests import ReadLimit
 
 MOST_REDIRECTS = 4
-MAX_IDLE_S = 15.0  # the server closes idle connections after a longer time
 AVOID_S = 30.0  # a node that cannot be reached, or says nothing, is not asked again for this long
 MAX_IDLE = 4  # connections kept to each peer
 _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
@@ -36,7 +42,9 @@ class _Connection:
     def __init__(self, peer: Peer, http_connection: http.client.HTTPConnection, sock: socket.socket) -> None:
         self.peer, self.http, self.sock = peer, http_connection, sock
         self.nonce = ""
-        self.since_s = time.monotonic()
+
+    def close(self) -> None:
+        self.http.close()
 
 
 class PeerClient:
@@ -47,9 +55,7 @@ class PeerClient:
         self._asker = asker
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
-        self._lock = threading.Lock()
-        self._idle: dict[Peer, list[_Connection]] = {}
-        self._closed = False
+        self._idle: IdleConnections[_Connection] = IdleConnections(MAX_IDLE)
         self._avoid: dict[Peer, float] = {}  # peer -> until when
         self._receive_buffer_bytes = usable_receive_buffer_bytes()
 
@@ -103,12 +109,11 @@ class PeerClient:
 
     def close(self) -> None:
         """Close every idle connection, and the others after their read. Idempotent."""
-        with self._lock:
-            self._closed = True
-            idle = [connection for each in self._idle.values() for connection in each]
-            self._idle.clear()
-        for connection in idle:
-            connection.http.close()
+        self._idle.close()
+
+    def chunk(self, peer: Peer, load_id: str, key: bytes, chunk: int, start: int) -> PeerChunk:
+        """Return a chunk of another node, to be read by its place in the stored object, where it begins at `start`."""
+        return PeerChunk(self, peer, load_id, key, chunk, start)
 
     def _read(
         self,
@@ -143,15 +148,15 @@ class PeerClient:
         finally:
             if limit.detach() or not keep:
                 response.close()
-                connection.http.close()
+                connection.close()
             else:
-                self._give_back(connection)
+                self._idle.give_back(connection, peer)
 
     def _request(
         self, peer: Peer, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit
     ) -> tuple[_Connection, http.client.HTTPResponse]:
         """Send the request, and return its answer. The connection is closed on every error."""
-        connection = self._take_idle(peer)
+        connection = self._idle.take(peer)
         if connection is not None:
             try:
                 return connection, self._exchange(connection, path, key, byte_range, limit)
@@ -178,59 +183,21 @@ class PeerClient:
         }
         if connection.nonce:
             headers["Authorization"] = f"{REALM} {proof(key, connection.nonce, path, range_header)}"
-        try:
-            limit.attach(connection.sock)
-            connection.http.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
-            for name, value in headers.items():
-                connection.http.putheader(name, value)
-            connection.http.endheaders()
-            return connection.http.getresponse()
-        except BaseException:
-            limit.detach()
-            connection.http.close()
-            raise
+        return send_get(connection.http, path, headers, limit)[1]
 
     def _connect(self, peer: Peer, limit: ReadLimit) -> _Connection:
         connection = http.client.HTTPConnection(peer.host, peer.port)
-        sock = socket.create_connection((peer.host, peer.port), timeout=self._connect_timeout_s)
-        try:
-            limit.attach(sock)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._receive_buffer_bytes:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer_bytes)
-            set_receive_timer(sock, self._read_timeout_s)
-            sock.settimeout(self._read_timeout_s)
-        except BaseException:
-            limit.detach()
-            sock.close()
-            raise
-        connection.sock = sock
-        connection.auto_open = 0
+        sock = open_socket(
+            peer.host,
+            peer.port,
+            limit,
+            connect_timeout_s=self._connect_timeout_s,
+            read_timeout_s=self._read_timeout_s,
+            buffer_bytes=self._receive_buffer_bytes,
+        )
+        sock.settimeout(self._read_timeout_s)
+        use_socket(connection, sock)
         return _Connection(peer, connection, sock)
-
-    def _take_idle(self, peer: Peer) -> _Connection | None:
-        stale: list[_Connection] = []
-        found = None
-        with self._lock:
-            idle = self._idle.get(peer, [])
-            while idle and found is None:
-                connection = idle.pop()
-                if time.monotonic() - connection.since_s > MAX_IDLE_S:
-                    stale.append(connection)
-                else:
-                    found = connection
-        for connection in stale:
-            connection.http.close()
-        return found
-
-    def _give_back(self, connection: _Connection) -> None:
-        connection.since_s = time.monotonic()
-        with self._lock:
-            idle = self._idle.setdefault(connection.peer, [])
-            if not self._closed and len(idle) < MAX_IDLE:
-                idle.append(connection)
-                return
-        connection.http.close()
 
 
 @dataclass(frozen=True, slots=True)

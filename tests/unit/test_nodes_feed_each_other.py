@@ -125,7 +125,7 @@ class Rubbish:
 def test_a_node_without_use_is_left_for_the_store(
     nodes_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
-    """What the others take for node 1 is something else. Node 1 itself reads from node 0 all the same."""
+    """The others take something else for node 1. Node 1 itself reads from node 0 all the same."""
     monkeypatch.setattr(chunk_fetcher, "PEER_READ_TIMEOUT_S", 1.0)
     nodes = nodes_of(2, (1, 1, 2), 100)
     rubbish = Rubbish(tmp_path, "it")

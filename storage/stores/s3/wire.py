@@ -5,7 +5,7 @@
              ^                                   |  refused: error body read (64 KiB at most), connection closed
              +---- returned to the pool only if every byte of the answer was read
 
-SDKs copy each byte two or three times; this copies none (`storage.stores.http_body`).
+SDKs copy each byte two or three times; this copies none (`storage.stores.http_get`).
 
 Every answer is checked before a byte of it is stored: 200 for a range, no If-Match, another range, another length, an
 encoding. Through an HTTP proxy, a connection to an https store is a tunnel, and a request to an http store contains the
@@ -18,19 +18,23 @@ import contextlib
 import http.client
 import socket
 import ssl
-import threading
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from storage.errors import ReadEnded, StoreError, StoreUnavailable
-from storage.stores.http_body import Received, receive, set_receive_timer, usable_receive_buffer_bytes
+from storage.stores.http_get import (
+    IdleConnections,
+    Received,
+    open_socket,
+    receive,
+    send_get,
+    usable_receive_buffer_bytes,
+    use_socket,
+)
 from storage.stores.object_store import ByteRange
 from storage.stores.requests import Proxy, ReadLimit, host_and_port, proxy_refusal, tls_context
 from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES, check_answer, connection_error, head_of, refusal
-
-_MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after some 20 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +73,7 @@ class WireClient:
         self._uri = uri
         self._read_timeout_s = read_timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._max_idle = max_idle
-        self._lock = threading.Lock()
-        self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # each with the time it was returned
-        self._closed = False
+        self._idle: IdleConnections[http.client.HTTPConnection] = IdleConnections(max_idle)
         self._tls: ssl.SSLContext | None = tls_context(ca_bundle, uri) if endpoint.tls else None
         self._receive_buffer_bytes = usable_receive_buffer_bytes()
 
@@ -118,16 +119,12 @@ class WireClient:
         if limit.detach() or response.will_close:
             connection.close()
         else:
-            self._give_back(connection)
+            self._idle.give_back(connection)
         return found
 
     def close(self) -> None:
         """Close idle connections now, and those in use when their request is done."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection, _ in idle:
-            connection.close()
+        self._idle.close()
 
     def _translated(self, error: Exception, key: str, byte_range: ByteRange, received: Received) -> StoreError:
         endpoint = str(self.endpoint)
@@ -147,10 +144,11 @@ class WireClient:
         connection = self._take_idle()
         if connection is not None:
             try:
-                return _exchange(connection, path, headers, limit)
+                return connection, *send_get(connection, path, headers, limit)
             except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError):
                 pass  # the server closed it while it was idle; a GET is safe to send again
-        return _exchange(self._connect(limit), path, headers, limit)
+        connection = self._connect(limit)
+        return connection, *send_get(connection, path, headers, limit)
 
     def _connect(self, limit: ReadLimit) -> http.client.HTTPConnection:
         endpoint = self.endpoint
@@ -160,13 +158,15 @@ class WireClient:
         else:
             connection = http.client.HTTPConnection(endpoint.host, endpoint.port)
         peer = endpoint.proxy or endpoint
-        raw = socket.create_connection((peer.host, peer.port), timeout=self._connect_timeout_s)
+        raw = open_socket(
+            peer.host,
+            peer.port,
+            limit,
+            connect_timeout_s=self._connect_timeout_s,
+            read_timeout_s=self._read_timeout_s,
+            buffer_bytes=self._receive_buffer_bytes,
+        )
         try:
-            limit.attach(raw)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._receive_buffer_bytes:
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer_bytes)
-            set_receive_timer(raw, self._read_timeout_s)
             sock = raw
             if self._tls is not None:  # the connect timeout covers the tunnel and the handshake
                 if endpoint.proxy is not None:
@@ -177,10 +177,7 @@ class WireClient:
             limit.detach()
             raw.close()
             raise
-        connection.sock = sock
-        # Otherwise http.client would open a second connection, without the settings above, after the server has
-        # closed this one.
-        connection.auto_open = 0
+        use_socket(connection, sock)
         return connection
 
     def _open_tunnel(self, raw: socket.socket, proxy: Proxy) -> None:
@@ -194,28 +191,9 @@ class WireClient:
                 raise proxy_refusal(answer.status, uri=self._uri, endpoint=str(self.endpoint), proxy=str(proxy))
 
     def _take_idle(self) -> http.client.HTTPConnection | None:
-        now_s = time.monotonic()
-        stale = []
-        found = None
-        with self._lock:
-            if self._closed:
-                raise StoreError("the store was closed", uri=self._uri)
-            while self._idle and found is None:
-                connection, since_s = self._idle.pop()
-                if now_s - since_s > _MAX_IDLE_S:
-                    stale.append(connection)
-                else:
-                    found = connection
-        for connection in stale:
-            connection.close()
-        return found
-
-    def _give_back(self, connection: http.client.HTTPConnection) -> None:
-        with self._lock:
-            if not self._closed and len(self._idle) < self._max_idle:
-                self._idle.append((connection, time.monotonic()))
-                return
-        connection.close()
+        if self._idle.closed:
+            raise StoreError("the store was closed", uri=self._uri)
+        return self._idle.take()
 
     def _check(
         self, response: http.client.HTTPResponse, byte_range: ByteRange, etag: str | None, key: str
@@ -232,27 +210,6 @@ class WireClient:
         with contextlib.suppress(OSError, http.client.HTTPException):  # the status is enough for the error
             body = response.read(MAX_ERROR_BODY_BYTES)
         raise refusal(response.status, headers, body, etag, uri=self._uri, key=key, range=str(byte_range))
-
-
-def _exchange(
-    connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str], limit: ReadLimit
-) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
-    """Send the request and read the head of the answer. The connection is closed on every error.
-
-    The socket is returned separately, because an answer that ends with the connection takes the socket over.
-    """
-    sock: socket.socket = connection.sock
-    try:
-        limit.attach(sock)
-        connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
-        for name, value in headers.items():
-            connection.putheader(name, value)
-        connection.endheaders()
-        return connection, sock, connection.getresponse()
-    except BaseException:
-        limit.detach()
-        connection.close()
-        raise
 
 
 def _has_more(response: http.client.HTTPResponse) -> bool:
