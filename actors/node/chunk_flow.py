@@ -576,7 +576,8 @@ class ChunkFlow:
                 continue
             if self._readers is not None and self._readers.expects(place.rank, chunk):
                 continue  # returned meanwhile
-            cached = self._cached[chunk]
+            if (cached := self._cached.get(chunk)) is None:
+                continue  # not needed for a while, and needed again now: it is granted when it is there again
             # Never refused: the rank's pin keeps the chunk there, on this load's account.
             self._cache.hold(cached, place.process, self._holder(place, chunk), owner=self._job.part)
             place.granted[chunk] = cached

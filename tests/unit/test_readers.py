@@ -696,3 +696,19 @@ def test_a_reader_opened_again_in_its_process_leaves_the_first_what_it_reads():
     first.end_reads()  # checks that the slot still has its chunk
     here.all = [first, second]
     here.close()
+
+
+def test_a_chunk_that_was_dropped_before_it_was_granted_is_asked_for_again():
+    """A case that `ManyReaders` found, step by step."""
+    state = ManyReaders()
+    state.begin(slots=10, readers=2, kept=0)
+    for index, chunk in ((0, 3), (0, 1), (1, 0), (0, 2), (1, 4)):
+        state.awaits(chunk=chunk, index=index)
+    state.exchanges(fate="unanswered", index=0)
+    state.awaits(chunk=9, index=1)
+    state.exchanges(fate="arrives", index=0)
+    for _ in range(8):
+        state.reads_awaited(index=0)
+    state.awaits(chunk=10, index=0)
+    state.exchanges(fate="arrives", index=1)
+    state.teardown()  # reads everything, with readers that have been silent for long
