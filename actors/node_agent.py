@@ -122,13 +122,13 @@ class PeerShelf:
         with self._changed:
             return self._ledger.peer_key(load_id) or None
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
         """See `ChunkShelf`."""
         reader, give_up_s = f"peer-{next(self._numbers)}", time.monotonic() + PEER_WAIT_S
         with self._changed:
             while True:
                 arena = self._usable()
-                found = self._ledger.take_for_peer(load_id, chunk, self._process, reader, asker)
+                found = self._ledger.take_for_peer(load_id, chunk, self._process, reader, asker, time.monotonic())
                 if not isinstance(found, bool):
                     return self._served(*found, chunk, reader, arena, asker)
                 left_s = give_up_s - time.monotonic()
@@ -141,7 +141,8 @@ class PeerShelf:
     ) -> ServedChunk:
         def release(received: bool) -> None:
             with self._changed:
-                load.peer_ended(chunk, cached, self._process, reader, asker if received else "")
+                if load.peers is not None:
+                    load.peers.given(chunk, cached, self._process, reader, asker, received=received)
                 self._changed.notify_all()
 
         return ServedChunk(*arena.place(cached.slot), load.chunk_bytes(chunk), release)

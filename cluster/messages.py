@@ -204,7 +204,7 @@ class LeaseOrder:
     on_disk: bytes = b""  # key of the chunk on the node's disk; empty: not there
     read_slot: int = NO_SLOT  # kept slot with the chunk, held for this lease: read it from there
     keep_slot: int = NO_SLOT  # kept slot to copy the verified chunk to
-    peer: Peer | None = None  # a node that has the chunk, or will have it; None: read it from the store
+    peers: tuple[Peer, ...] = ()  # nodes that have the chunk, or will, to be asked in this order; then the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +216,8 @@ class Commit:
     spans: tuple[Span, ...] = ()  # checksums of a chunk without digest, if the store has one of the object
     source: str = ""  # DISK_READ, ARENA_READ, PEER_READ; empty, or DISK_UNUSABLE if the disk failed: from the store
     kept: bool = False  # it is in the lease's kept slot too
+    peer: int = -1  # which of the lease's peers sent the last byte; -1: none
+    failed_peers: tuple[int, ...] = ()  # which of them did not answer, were far too slow, or sent other bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ A chunk whose fetch is far slower than its peers gets a second lease (a hedge), 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +28,8 @@ from numpy.typing import NDArray
 
 from actors.node.chunk_sources import ChunkSources, LoadMeter, source_of
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
-from actors.node.peer_homes import PeerHomes
+from actors.node.peer_exchange import PeerExchange
+from actors.node.peer_routes import PeerRoutes
 from actors.node.reader_group import ReaderGroup
 from cluster.errors import ChunkFailed
 from cluster.messages import (
@@ -53,6 +53,7 @@ from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Answer, CachedChunk, Lease
 from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound
 from storage.host.processes import ProcessId
+from storage.peers import Peer
 
 
 @dataclass(slots=True)
@@ -215,7 +216,6 @@ def _hint(error: LongshoreError) -> str:
     return error.hint
 
 
-PEER_PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not read it yet
 GRANT_BATCH = 64  # most readable chunks in one answer
 
 _DIRECT_NUMBERS = itertools.count(1)
@@ -228,7 +228,7 @@ class JobTables:
     shared: SharedTables
     needs: Mapping[int, NDArray[np.int64]]  # rank -> chunks that it touches
     largest_chunk_bytes: int
-    homes: PeerHomes | None = None  # None: this node reads everything from the store
+    routes: PeerRoutes | None = None  # between the nodes of the load; None: this node reads all from the store
 
     @classmethod
     def of(cls, job: NodeJob, shared: SharedTables | None = None) -> JobTables:
@@ -237,20 +237,8 @@ class JobTables:
         needs = {rank: shared.chunk_ids(rank) for rank in job.ranks}
         # What has no digest cannot be checked by its receiver. Local files, and what goes past the arena, is not sent.
         sends = job.peers and shared.chunks.hash_name and not job.is_local and job.placement != "direct"
-        homes = PeerHomes(job.peers, job.node_id, shared) if sends else None
-        return cls(shared, needs, shared.chunks.largest_bytes, homes)
-
-
-_ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
-
-
-@dataclass(slots=True)
-class _ForPeers:
-    """A chunk of the window that other nodes have yet to read."""
-
-    cached: CachedChunk
-    left: set[str]  # ids of the nodes that did not read it yet
-    since_s: float
+        routes = PeerRoutes(job.peers, job.node_id, shared) if sends else None
+        return cls(shared, needs, shared.chunks.largest_bytes, routes)
 
 
 class ChunkFlow:
@@ -275,14 +263,11 @@ class ChunkFlow:
         # kernel's page cache keeps them. Local files may be on a network, so a disk tier that keeps them comes first.
         fits = disk.on or len(self.queue.chunks()) <= max(cache.kept_slots, cache.window_slots)
         kept_anyway = job.is_local and not disk.on
-        past = job.placement == "auto" and (kept_anyway or not fits) and tables.homes is None
+        past = job.placement == "auto" and (kept_anyway or not fits) and tables.routes is None
         self.direct = job.placement == "direct" or past
-        self._homes = tables.homes
-        self._for_peers: dict[int, _ForPeers] = {}  # chunks of the window that other nodes have yet to read
-        self._late: set[str] = set()  # ids of nodes that did not come for a chunk in time
-        self._asked: set[str] = set()  # leases on chunks that come from other nodes
-        # Chunks that were set aside for want of room, two heaps: those that this node is the home of (True), others.
-        self._aside: dict[bool, list[int]] = {True: [], False: []}
+        self.peers = (
+            None if tables.routes is None else PeerExchange(tables.routes, job.part, cache, self.keys, self.queue)
+        )
         self._job = job
         self._cache = cache
         self._disk = disk
@@ -324,94 +309,6 @@ class ChunkFlow:
         self.retries.update(update.retries)
         self.meter.reported(update)
 
-    # -- other nodes -------------------------------------------------------------------------------------------
-
-    def take_for_peer(self, chunk: int, process: ProcessId, reader: str, asker: str) -> CachedChunk | bool:
-        """Hold the chunk for another node, the asker, which reads it until `peer_ended`.
-
-        Returns False if this node does not get it, and True if it is on its way.
-        """
-        if self._homes is None or not 0 <= chunk < len(self._chunks) or not self.queue.knows(chunk):
-            return False
-        self._late.discard(asker)
-        cached = self._cache.copy(self.keys[chunk])
-        if cached is None:
-            return self.error is None and self.queue.state(chunk) in _ON_THE_WAY and self._homes.home(chunk) is None
-        return cached if self._cache.hold(cached, process, reader, owner=self._job.part) else True
-
-    def peer_ended(self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, receiver: str) -> None:
-        """Release a chunk that another node has read; `receiver` is empty if it did not get all.
-
-        When all have read it, the window may forget it.
-        """
-        self._cache.release(cached, process, reader)
-        waiting = self._for_peers.get(chunk)
-        if waiting is not None:
-            waiting.left.discard(receiver)
-            if not waiting.left:
-                self._forget_peers(chunk)
-
-    def forget_late_peers(self, now_s: float) -> bool:
-        """Let go of chunks for which other nodes have not come in time. Return whether there were any.
-
-        No chunk is kept for these nodes any more, until they ask for one.
-        """
-        for each in self._for_peers.values():
-            if now_s - each.since_s > PEER_PATIENCE_S:
-                self._late |= each.left
-        for each in self._for_peers.values():
-            each.left -= self._late
-        late = [chunk for chunk, each in self._for_peers.items() if not each.left]
-        for chunk in late:
-            self._forget_peers(chunk)
-        return bool(late)
-
-    def forget_peers(self) -> None:
-        """Let go of all chunks that wait for other nodes."""
-        for chunk in list(self._for_peers):
-            self._forget_peers(chunk)
-
-    def _forget_peers(self, chunk: int) -> None:
-        self._cache.unpin(self._for_peers.pop(chunk).cached, self._for_others(chunk))
-
-    def _has_room(self, homes: PeerHomes, chunk: int) -> bool:
-        """Return whether the chunk may be leased now. If not, set it aside.
-
-        A node's window is full neither of chunks that others have yet to read, nor of leases that wait for others. All
-        nodes go by one order. So the first chunk in it that any node lacks always finds a slot, in its home and in
-        those that need it, and no wait is circular.
-        """
-        window_slots, is_home = self._cache.window_slots, homes.home(chunk) is None
-        if is_home and homes.askers(chunk) - self._late:
-            leased = sum(homes.home(each) is None for place in self.ranks.values() for each in place.leases.values())
-            room = len(self._for_peers) + leased < max(1, window_slots // 2)
-        elif is_home:
-            room = True
-        else:
-            self._asked = {lease for lease in self._asked if any(lease in each.leases for each in self.ranks.values())}
-            room = len(self._asked) < max(1, window_slots - window_slots // 4 - 1)
-        if not room:
-            self.queue.wait_for(chunk, ("aside", chunk))
-            heapq.heappush(self._aside[is_home], chunk)
-        return room
-
-    def _take_up(self) -> None:
-        """Let one chunk of each kind that was set aside be leased."""
-        for aside in self._aside.values():
-            if aside:
-                self.queue.waiting_for([("aside", heapq.heappop(aside))])
-
-    def _keep_for_peers(self, chunk: int, cached: CachedChunk, now_s: float) -> None:
-        """A chunk that this node read from the store stays in the window until the others have read it.
-
-        A chunk that is kept needs no place in the window.
-        """
-        askers = self._homes.askers(chunk) - self._late if self._homes is not None else set()
-        if not askers or self._cache.kept(self.keys[chunk]) is not None:
-            return
-        if self._cache.pin(cached, self._for_others(chunk), owner=self._job.part):
-            self._for_peers[chunk] = _ForPeers(cached, askers, now_s)
-
     def wake(self, keys: set[bytes]) -> None:
         """Take chunks from the cache, or requeue them, once other fetches of the same bytes have ended."""
         for chunk in self.queue.waiting_for(keys):
@@ -429,7 +326,8 @@ class ChunkFlow:
             return None
         if place.process is None or not self._cache.reserve(self._job.part, self._job.min_slots):
             return None  # a load that was complete has released its minimum, and queues for it again
-        self._take_up()
+        if self.peers is not None:
+            self.peers.take_up()
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
             key = self.keys[chunk]
             if self._take_from_cache(chunk):
@@ -437,20 +335,20 @@ class ChunkFlow:
             if self._cache.in_flight(key):
                 self.queue.wait_for(chunk, key)  # the same bytes are on their way under another lease
                 continue
-            if self._homes is not None and not self._has_room(self._homes, chunk):
+            if self.peers is not None and not self.peers.has_room(chunk, self._running()):
+                if self.peers.looks_no_further:
+                    return None
                 continue
             deadline_s = now_s + self._job.lease_deadline_s
             if chunk in place.direct and not self.queue.failures(chunk) and self._cache.kept(key) is None:
-                return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
+                return self._order(place, chunk, now_s, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
             owner, may_kill, keep = self._job.part, not self._job.on_demand, self._keeps(chunk)
             lease = self._cache.lease(key, place.process, deadline_s, owner=owner, keep=keep, may_kill=may_kill)
             if lease is None and self._drop_expected(place.rank, chunk, now_s):
                 continue
             if lease is None:
                 return None
-            if lease.read is None:
-                self.hedges.begun(lease.lease_id, chunk, now_s)
-            return self._order(place, chunk, lease.lease_id, lease.slot, lease)
+            return self._order(place, chunk, now_s, lease.lease_id, lease.slot, lease)
         place.short_of = "slots" if self._readers is not None and self._readers.waits(place.rank) else "chunks"
         return None
 
@@ -460,12 +358,13 @@ class ChunkFlow:
         if found is None:
             return None
         chunk, lease = found
-        return self._order(place, chunk, lease.lease_id, lease.slot, lease, may_use_disk=False)
+        return self._order(place, chunk, now_s, lease.lease_id, lease.slot, lease, may_use_disk=False)
 
     def _order(
         self,
         place: RankPlace,
         chunk: int,
+        now_s: float,
         lease_id: str,
         slot: int,
         lease: Lease | None = None,
@@ -479,14 +378,18 @@ class ChunkFlow:
         on_disk = self.keys[chunk] if may_use_disk and self._disk.on_disk(self.keys[chunk]) else b""
         read = NO_SLOT if lease is None or lease.read is None else lease.read.slot
         keep = NO_SLOT if lease is None or lease.keep is None else lease.keep.slot
-        # A second lease on a slow chunk, and a chunk that failed before, are read from the store.
-        home = None
-        if self._homes is not None and may_use_disk and slot != DIRECT and not self.queue.failures(chunk):
-            home = self._homes.home(chunk)
-        peer = None if home is None else home.peer
-        if peer is not None:
-            self._asked.add(lease_id)
-        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep, peer)
+        peers: tuple[Peer, ...] = ()
+        if self.peers is not None and slot != DIRECT:
+            # A second lease on a slow chunk, and a chunk that failed before, are read from the store.
+            from_peers = may_use_disk and not on_disk and read == NO_SLOT and not self.queue.failures(chunk)
+            peers = self.peers.leased(lease_id, chunk, from_peers=from_peers)
+        if lease is not None and lease.read is None and may_use_disk and not peers:
+            self.hedges.begun(lease_id, chunk, now_s)
+        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep, peers)
+
+    def _running(self) -> set[str]:
+        """Return the ids of all leases."""
+        return {lease_id for place in self.ranks.values() for lease_id in place.leases}
 
     def assign_direct(self, place: RankPlace, chunks: Iterable[int]) -> None:
         """Let the rank receive these chunks in its own memory, except those that other ranks of the node need too."""
@@ -533,7 +436,8 @@ class ChunkFlow:
         cached = self._cache.lookup(self.keys[chunk]) or self._cache.kept(self.keys[chunk])
         if answer is Answer.DONE and cached is not None:
             self._readable(chunk, cached)
-            self._keep_for_peers(chunk, cached, now_s)
+            if self.peers is not None:
+                self.peers.committed(commit, cached, now_s)
         elif not self._take_from_cache(chunk):  # a duplicate: ranks read the other copy
             self.queue.requeue(chunk, None, "", now_s=now_s)
 
@@ -717,10 +621,6 @@ class ChunkFlow:
         A process may open a reader again that it has open. What the new one gives back, the old one may still read.
         """
         return self._job.part, place.rank, place.incarnation, chunk
-
-    def _for_others(self, chunk: int) -> tuple[tuple[str, int], str, int]:
-        """Return the key under which a chunk is pinned until other nodes have read it."""
-        return self._job.part, "peers", chunk
 
     def _reader(self, chunk: int) -> tuple[tuple[str, int], str, int]:
         """Return the key under which the load pins a kept chunk until a rank has read it."""

@@ -279,12 +279,14 @@ class NodeLedger:
         return next((load.job.peer_key for load in self._parts(load_id)), b"")
 
     def take_for_peer(
-        self, load_id: str, chunk: int, process: ProcessId, reader: str, asker: str
+        self, load_id: str, chunk: int, process: ProcessId, reader: str, asker: str, now_s: float
     ) -> tuple[NodeLoad, CachedChunk] | bool:
         """Hold a chunk of the load for another node. False: this node does not get it. True: it is on its way."""
         on_the_way = False
         for load in self._parts(load_id):
-            found = load.take_for_peer(chunk, process, reader, asker)
+            if load.peers is None or load.error is not None:
+                continue
+            found = load.peers.take(chunk, process, reader, asker, now_s)
             if not isinstance(found, bool):
                 return load, found
             on_the_way = on_the_way or found
@@ -378,7 +380,7 @@ class NodeLedger:
         self._give_up([part for part, (_, asked_s) in self._asking.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
         ended: set[bytes] = set().union(*(load.end_silent(now_s) for load in self._loads.values()))
         self._wake(ended)
-        late = any([load.forget_late_peers(now_s) for load in self._loads.values()])
+        late = any([load.peers.look(now_s) for load in self._loads.values() if load.peers is not None])
         return self._took_back(self._cache.expire(now_s), now_s) or bool(ended) or late
 
     def process_dead(self, process: ProcessId, now_s: float) -> set[str]:

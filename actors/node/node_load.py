@@ -18,13 +18,14 @@ from actors.node.chunk_flow import ChunkFlow, JobTables, RankPlace
 from actors.node.chunk_sources import source_of
 from actors.node.disk_backlog import DiskBacklog
 from actors.node.object_checks import KeptSpans, ObjectChecks
+from actors.node.peer_exchange import PeerExchange
 from cluster.errors import LoadCancelled
 from cluster.messages import LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
 from cluster.scheduling.concurrency import RequestLimit
 from cluster.telemetry.chunk_map import PartView, letters_of, shards_of
 from cluster.telemetry.report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.slots import CachedChunk, Lease
+from storage.arena.slots import Lease
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
 
@@ -75,7 +76,8 @@ class NodeLoad:
             place.leases.clear()
             place.grantable.clear()
         ended = {lease.key for lease in self._cache.end_owner(self.job.part, now_s)}
-        self._flow.forget_peers()
+        if self.peers is not None:
+            self.peers.end()
         self._checks.forget_damaged(last=True)
         return ended
 
@@ -155,19 +157,10 @@ class NodeLoad:
                 ended |= self._take_leases(place, "lease_expired", now_s)
         return ended
 
-    # -- other nodes -------------------------------------------------------------------------------------------
-
-    def take_for_peer(self, chunk: int, process: ProcessId, reader: str, asker: str) -> CachedChunk | bool:
-        """See `ChunkFlow.take_for_peer`."""
-        return self._flow.take_for_peer(chunk, process, reader, asker)
-
-    def peer_ended(self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, receiver: str) -> None:
-        """See `ChunkFlow.peer_ended`."""
-        self._flow.peer_ended(chunk, cached, process, reader, receiver)
-
-    def forget_late_peers(self, now_s: float) -> bool:
-        """See `ChunkFlow.forget_late_peers`."""
-        return self._flow.forget_late_peers(now_s)
+    @property
+    def peers(self) -> PeerExchange | None:
+        """What this node gets from others, and has for them; None: it reads everything from the store."""
+        return self._flow.peers
 
     def chunk_bytes(self, chunk: int) -> int:
         """Return the size of a chunk."""

@@ -170,6 +170,13 @@ def spans_of(tables: SharedTables, chunk: int, parts: Sequence[memoryview]) -> t
     return hasher.spans()
 
 
+def _why_not(error: LongshoreError) -> str:
+    """Return why another node did not send a chunk, as it is counted among the retries."""
+    if isinstance(error, IntegrityError):
+        return "peer_damaged"
+    return "peer_without_chunk" if error.details.get("status") == 404 else "peer_unavailable"
+
+
 def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
     """Return the parts without their first `skipped_bytes`."""
     rest = []
@@ -204,7 +211,7 @@ class ChunkFetcher:
         self._load: tuple[str, bytes] = "", b""  # its id, and the key that its nodes prove themselves with
         # Waits for another try: (cause, seconds, a part has arrived). May return early.
         self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, arrived: time.sleep(delay_s)
-        # The lease's chunk comes from the store, as another node did not send it.
+        # The lease's chunk comes from the store, as no other node sent it.
         self.turned_to_store: Callable[[str], object] = lambda _: None
         # Whether no further try may start: (lease id, a part has arrived).
         self.is_void: Callable[[str, bool], bool] = lambda _, arrived: False
@@ -310,25 +317,37 @@ class ChunkFetcher:
     def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit, disk: str) -> FetchedChunk:
         retries = {"disk_unusable": 1} if disk == DISK_UNUSABLE else {}
         tries = in_vain = 0  # in vain: no further byte arrived
-        peer = self._peer_of(lease)
+        sources = self._peers_of(lease)
+        at = 0
+        failed_peers: tuple[int, ...] = ()
         while not self._ends(lease, read.arrived_bytes > 0):
+            peer = sources[at] if at < len(sources) else None
             tries += peer is None
             before_bytes = read.arrived_bytes
             try:
                 read.read(peer)
                 self._overtake(lease)
-                commit = Commit(lease.lease_id, lease.chunk, read.spans(), disk if peer is None else PEER_READ)
+                how = (disk, -1) if peer is None else (PEER_READ, at)
+                commit = Commit(lease.lease_id, lease.chunk, read.spans(), how[0], False, how[1], failed_peers)
                 return FetchedChunk(lease.lease_id, commit, None, retries)
             except LongshoreError as failed:
                 error = failed
             if isinstance(error, ReadEnded) and self._ends(lease, read.arrived_bytes > 0):
                 break
-            if peer is not None:  # the rest comes from the store
-                peer, cause = None, "peer_damaged" if isinstance(error, IntegrityError) else "peer_unavailable"
-                retries[cause] = 1
+            if peer is not None:  # the rest comes from the next one, or from the store
+                cause = _why_not(error)
+                retries[cause] = retries.get(cause, 0) + 1
+                failed_peers += (at,) if cause != "peer_without_chunk" else ()
+                at += 1
                 about = replace(self._about, chunk=lease.chunk, cause=cause).extra
-                self.turned_to_store(lease.lease_id)
-                _LOG.info("a chunk comes from the store instead: %s", str(error), extra=about)
+                _LOG.log(
+                    logging.DEBUG if cause == "peer_without_chunk" else logging.INFO,
+                    "a chunk does not come from a node: %s",
+                    str(error),
+                    extra=about,
+                )
+                if at == len(sources):
+                    self.turned_to_store(lease.lease_id)
                 continue
             in_vain += read.arrived_bytes <= before_bytes
             cause = cause_of(error)
@@ -346,11 +365,11 @@ class ChunkFetcher:
             self.pause(cause, decision.delay_s, read.arrived_bytes > 0)
         return FetchedChunk(lease.lease_id, retries=retries)
 
-    def _peer_of(self, lease: LeaseOrder) -> PeerChunk | None:
-        if lease.peer is None or self._peers is None or lease.on_disk:
-            return None
+    def _peers_of(self, lease: LeaseOrder) -> list[PeerChunk]:
+        if self._peers is None:
+            return []
         start = self._tables.chunks.byte_range(lease.chunk).start
-        return self._peers.chunk(lease.peer, *self._load, lease.chunk, start)
+        return [self._peers.chunk(peer, *self._load, lease.chunk, start) for peer in lease.peers]
 
     def _overtake(self, lease: LeaseOrder) -> None:
         """The chunk is there by this lease: end the reads of slower ones, without waiting for the agent to say so."""

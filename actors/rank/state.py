@@ -204,7 +204,7 @@ class RankState:
     @property
     def _peer_leases(self) -> int:
         """Number of leases on chunks of other nodes, as far as they may be fetched at once."""
-        found = sum(lease.peer is not None for lease in itertools.chain(self.leases, self.begun.values()))
+        found = sum(bool(lease.peers) for lease in itertools.chain(self.leases, self.begun.values()))
         return min(found, self._most)
 
     def _startable(self) -> int | None:
@@ -216,7 +216,7 @@ class RankState:
         store, peers = self.working + self._returning < self.requests, self.asking < self._most
         if store and peers:
             return 0 if self.leases else None
-        return next((at for at, lease in enumerate(self.leases) if (peers if lease.peer is not None else store)), None)
+        return next((at for at, lease in enumerate(self.leases) if (peers if lease.peers else store)), None)
 
     def next_lease(self, now_s: float) -> LeaseOrder | None:
         """Return the lease whose fetch starts now; None when no fetch may start."""
@@ -231,7 +231,7 @@ class RankState:
         return lease
 
     def _begun_or_ended(self, lease: LeaseOrder, change: int) -> None:
-        if lease.peer is None:
+        if not lease.peers:
             self.working += change
         else:
             self.asking += change
@@ -272,9 +272,9 @@ class RankState:
     def turns_to_store(self, lease_id: str, now_s: float) -> None:
         """The fetch goes on from the store, as another node did not send the chunk."""
         lease = self.begun.get(lease_id)
-        if lease is not None and lease.peer is not None:
+        if lease is not None and lease.peers:
             self._account(now_s)
-            self.begun[lease_id] = replace(lease, peer=None)
+            self.begun[lease_id] = replace(lease, peers=())
             self.asking -= 1
             self.working += 1
 

@@ -2,13 +2,15 @@
 
     GET /chunks/<load>/<chunk>     Range: bytes=0-8388607     Authorization: Longshore <proof>
         --> 206, and the bytes by sendfile; the chunk's slot stays held until the receiver sends an empty line
-        --> 307 with another node's address; 404: not here; 410: another incarnation of this node is meant
+        --> 404: not here; 410: another incarnation of this node is meant
         --> 401 with a nonce: the first request of each connection is refused so, and proofs are made with its nonce
 
-One thread serves one connection. `os.sendfile` lets the socket refer to the pages of the arena. So the slot may only be
-reused when the receiver has every byte, which the empty line says (RFC 9112, section 2.2 lets one stand before a
-request). A receiver that stays silent loses its hold after `patience_s`. Then bytes in flight may change, which the
-receiver's digest shows.
+One thread serves one connection. A few send at a time, in the order in which they have something to send: a receiver
+can only pass on a chunk that it has whole.
+
+`os.sendfile` lets the socket refer to the pages of the arena. So the slot may only be reused when the receiver has
+every byte, which the empty line says (RFC 9112, section 2.2 lets one stand before a request). A receiver that stays
+silent loses its hold after `patience_s`. Then bytes in flight may change, which the receiver's digest shows.
 
 Bytes travel in clear text, as TLS in this process would copy them. A proof is an HMAC-SHA256 with the load's key over
 nonce, path and range. It shows that the sender takes part in the load. It is of no use on another connection.
@@ -26,19 +28,22 @@ import socket
 import socketserver
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 from storage.errors import LongshoreError, StoreError
-from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, Peer, proof
+from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, proof
 from storage.stores.http_get import set_timer
 from storage.stores.object_store import ByteRange
 
 _LOG = logging.getLogger("longshore.peers")
 
 IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs for a shorter time
+SENDING = 4  # connections that send at one time
+TURN_S = 2.0  # longest wait for a turn: a receiver that has stopped must not keep the others waiting
 PIECE_BYTES = 1 << 20  # between two looks at the rate
 _PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
@@ -63,8 +68,8 @@ class ChunkShelf(Protocol):
         """Return the key of a load that this node takes part in."""
         ...
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
-        """Return the chunk, held, or a node that has it too. Waits a while for one that is on its way.
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
+        """Return the chunk, held. Waits a while for one that is on its way.
 
         `asker`: id of the node that asks. None: this node does not get it.
         """
@@ -90,6 +95,34 @@ class Rate:
             self._free_s = starts_s + size_bytes / self._bytes_per_s
         if starts_s > now_s:
             time.sleep(starts_s - now_s)
+
+
+class Turns:
+    """Lets a few threads at a time do something, in the order in which they came. Thread-safe."""
+
+    def __init__(self, most: int, patience_s: float) -> None:
+        """`patience_s`: a thread that waited so long goes on, whatever the others do."""
+        self._free = most
+        self._patience_s = patience_s
+        self._waiting: deque[threading.Event] = deque()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._free -= 1
+            if self._free >= 0:
+                return
+            turn = threading.Event()
+            self._waiting.append(turn)
+        if not turn.wait(self._patience_s):
+            with self._lock, contextlib.suppress(ValueError):  # ValueError: its turn has come just now
+                self._waiting.remove(turn)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._free += 1
+            if self._waiting:
+                self._waiting.popleft().set()
 
 
 class ChunkServer:
@@ -158,6 +191,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def __init__(self, shelf: ChunkShelf, most_connections: int, rate: Rate, patience_s: float) -> None:
         self.shelf, self.rate, self.patience_s = shelf, rate, patience_s
+        self.turns = Turns(SENDING, TURN_S)
         self.most_connections = most_connections
         self.open: set[socket.socket] = set()
         self.sent_bytes = 0
@@ -244,8 +278,6 @@ class _Handler(BaseHTTPRequestHandler):
             found = None
         if found is None:
             self._refuse(404)
-        elif isinstance(found, Peer):
-            self._refuse(307, ("Location", f"http://{found}{path}"), (NODE_HEADER, found.node))
         else:
             received = False
             try:
@@ -263,12 +295,25 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted.end > chunk.size_bytes or not wanted.size_bytes:
             self._refuse(416)
             return False
+        with self.server.turns:
+            if not self._send_bytes(chunk, wanted):
+                return False
+        with self.server.lock:
+            self.server.sent_bytes += wanted.size_bytes
+        self.connection.settimeout(self.server.patience_s)
+        if self.rfile.readline(3) == b"\r\n":
+            self.close_connection = False
+            self.connection.settimeout(IDLE_S)
+        return not self.close_connection
+
+    def _send_bytes(self, chunk: ServedChunk, wanted: ByteRange) -> bool:
+        """Return whether all bytes were sent. The connection is closed unless the receiver says that it has them."""
         self.send_response(206)
         self.send_header("Content-Length", str(wanted.size_bytes))
         self.send_header("Content-Range", f"bytes {wanted.start}-{wanted.end - 1}/{chunk.size_bytes}")
         self.end_headers()
         self.wfile.flush()
-        self.close_connection = True  # unless the receiver says that it has everything
+        self.close_connection = True
         # With a timeout of Python's own the socket would not block, and sendfile would return at each full buffer.
         self.connection.settimeout(None)
         at, end = chunk.offset + wanted.start, chunk.offset + wanted.end
@@ -280,13 +325,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if not sent_bytes:
                     return False  # the file was cut short
                 at, size_bytes = at + sent_bytes, size_bytes - sent_bytes
-        with self.server.lock:
-            self.server.sent_bytes += wanted.size_bytes
-        self.connection.settimeout(self.server.patience_s)
-        if self.rfile.readline(3) == b"\r\n":
-            self.close_connection = False
-            self.connection.settimeout(IDLE_S)
-        return not self.close_connection
+        return True
 
     def _refuse(self, status: int, *headers: tuple[str, str]) -> None:
         self.send_response(status)

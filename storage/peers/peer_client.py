@@ -1,8 +1,8 @@
 """Reads chunks from other nodes (`storage.peers.chunk_server`) straight into the caller's memory.
 
     read(peer, ...) -- idle connection, or a new one and its nonce --> GET --> recv into the pieces --> empty line
-                            307: the same from the node that is named there, four times at most
 
+A peer that sends far more slowly than others did is given up, and what it has sent stays.
 The bytes are received as those of a store are (`storage.stores.http_get`).
 """
 
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from storage.errors import PeerUnavailable, RangeMismatch, ReadEnded, StoreUnavailable
 from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, Peer, chunk_path, proof
 from storage.stores.http_get import (
+    SLOWEST_BYTES_PER_S,
     IdleConnections,
     Received,
     open_socket,
@@ -31,11 +32,12 @@ from storage.stores.http_get import (
 from storage.stores.object_store import ByteRange
 from storage.stores.requests import ReadLimit
 
-MOST_REDIRECTS = 4
 AVOID_S = 30.0  # a node that cannot be reached, or says nothing, is not asked again for this long
 MAX_IDLE = 4  # connections kept to each peer
 _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
-_LOCATION = re.compile(r"http://([^/\s]{1,256}):(\d{1,5})/.*")
+_TOO_SLOW = 6.0  # times slower than peers usually are
+_GRACE_S = 2.0  # before anybody is called slow
+_SHARE = 0.1  # of the newest chunk in what is usual
 
 
 class _Connection:
@@ -58,6 +60,7 @@ class PeerClient:
         self._idle: IdleConnections[_Connection] = IdleConnections(MAX_IDLE)
         self._avoid: dict[Peer, float] = {}  # peer -> until when
         self._receive_buffer_bytes = usable_receive_buffer_bytes()
+        self._usual_bytes_per_s = 0.0  # of a chunk's bytes, once they come; 0: not known yet
 
     def read(
         self,
@@ -69,43 +72,36 @@ class PeerClient:
         pieces: Iterable[memoryview],
         *,
         limit: ReadLimit | None = None,
-    ) -> Peer:
-        """Read a range of a chunk into `pieces`, as `ReadsPieces.read_pieces` does. Return the node that had it.
+    ) -> None:
+        """Read a range of a chunk into `pieces`, as `ReadsPieces.read_pieces` does.
 
         Args:
-            peer: The node to ask first. It may name another one.
+            peer: The node to ask.
             key: The load's key.
             byte_range: Within the chunk. Not empty.
             pieces: Together as long as the range.
             limit: Ends the read from another thread.
 
         Raises:
-            PeerUnavailable: The peer does not have the chunk, does not answer, or stopped. Its detail `received_bytes`
-                is how many bytes are in the pieces.
+            PeerUnavailable: The peer does not have the chunk, does not answer, stopped, or is far too slow. Its detail
+                `received_bytes` is how many bytes are in the pieces. A `status` of 404: only the chunk is missing.
             ReadEnded: `limit` was ended.
         """
         limit, received = limit or ReadLimit(), Received()
-        for _ in range(MOST_REDIRECTS + 1):
-            where: dict[str, Any] = {"peer": str(peer), "load": load_id, "chunk": chunk, "range": str(byte_range)}
-            if time.monotonic() < self._avoid.get(peer, 0.0):
-                raise PeerUnavailable("a node did not answer just before", **where)
-            try:
-                elsewhere = self._read(
-                    peer, chunk_path(load_id, chunk), key, byte_range, pieces, limit, received, where
-                )
-            except (OSError, http.client.HTTPException, StoreUnavailable, RangeMismatch) as error:
-                if limit.ended:
-                    raise ReadEnded("the read was ended", received_bytes=received.bytes, **where) from error
-                if isinstance(error, PeerUnavailable):
-                    raise
-                if isinstance(error, OSError) and not received.bytes:
-                    self._avoid[peer] = time.monotonic() + AVOID_S
-                details: dict[str, Any] = {**where, "received_bytes": received.bytes, "cause": type(error).__name__}
-                raise PeerUnavailable("a node did not send a chunk that it has", **details) from error
-            if elsewhere is None:
-                return peer
-            peer = elsewhere
-        raise PeerUnavailable("nodes send each other's requests round", **where)
+        where: dict[str, Any] = {"peer": str(peer), "load": load_id, "chunk": chunk, "range": str(byte_range)}
+        if time.monotonic() < self._avoid.get(peer, 0.0):
+            raise PeerUnavailable("a node did not answer just before", **where)
+        try:
+            self._read(peer, chunk_path(load_id, chunk), key, byte_range, pieces, limit, received, where)
+        except (OSError, http.client.HTTPException, StoreUnavailable, RangeMismatch) as error:
+            if limit.ended:
+                raise ReadEnded("the read was ended", received_bytes=received.bytes, **where) from error
+            if isinstance(error, PeerUnavailable):
+                raise
+            if isinstance(error, OSError) and not received.bytes:
+                self._avoid[peer] = time.monotonic() + AVOID_S
+            details: dict[str, Any] = {**where, "received_bytes": received.bytes, "cause": type(error).__name__}
+            raise PeerUnavailable("a node did not send a chunk that it has", **details) from error
 
     def close(self) -> None:
         """Close every idle connection, and the others after their read. Idempotent."""
@@ -125,32 +121,43 @@ class PeerClient:
         limit: ReadLimit,
         received: Received,
         where: dict[str, Any],
-    ) -> Peer | None:
-        """Return None when the pieces are full, else the node that has the chunk."""
+    ) -> None:
         connection, response = self._request(peer, path, key, byte_range, limit)
         keep = False
         try:
-            if response.status == 307:
-                response.read()
-                keep = True
-                return _named(response, where)
             if response.status != 206:
                 keep = response.status == 404 and not response.read()
                 _refused(response.status, where)
             length = response.getheader("Content-Length", "")
             if length != str(byte_range.size_bytes) or response.getheader("Transfer-Encoding"):
                 raise RangeMismatch("a node sends another range than was asked for", **where)
-            receive(connection.sock, response, pieces, self._read_timeout_s, received, where)
+            begun_s = time.monotonic()
+            slowest_bytes_per_s = max(SLOWEST_BYTES_PER_S, self._usual_bytes_per_s / _TOO_SLOW)
+            receive(
+                connection.sock,
+                response,
+                pieces,
+                self._read_timeout_s,
+                received,
+                where,
+                slowest_bytes_per_s=slowest_bytes_per_s,
+                grace_s=_GRACE_S,
+            )
+            self._took(byte_range.size_bytes, time.monotonic() - begun_s)
             with contextlib.suppress(OSError):  # the bytes are here; the node gives its hold up by itself
                 connection.sock.sendall(b"\r\n")
                 keep = True
-            return None
         finally:
             if limit.detach() or not keep:
                 response.close()
                 connection.close()
             else:
                 self._idle.give_back(connection, peer)
+
+    def _took(self, size_bytes: int, seconds: float) -> None:
+        rate_bytes_per_s = size_bytes / max(seconds, 1e-6)
+        usual = self._usual_bytes_per_s or rate_bytes_per_s
+        self._usual_bytes_per_s = usual + _SHARE * (rate_bytes_per_s - usual)
 
     def _request(
         self, peer: Peer, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit
@@ -224,15 +231,6 @@ class PeerChunk:
         inside = ByteRange(byte_range.start - self.start, byte_range.end - self.start)
         self.client.read(self.peer, self.load_id, self.chunk, self.key, inside, pieces, limit=limit)
         return None
-
-
-def _named(response: http.client.HTTPResponse, where: dict[str, Any]) -> Peer:
-    """Return the node that a redirect names."""
-    location = _LOCATION.fullmatch(response.getheader("Location", ""))
-    node = response.getheader(NODE_HEADER, "")
-    if location is None or not node or int(location[2]) > 65535:
-        raise PeerUnavailable("a node names no other node", **where)
-    return Peer(location[1].strip("[]"), int(location[2]), node)
 
 
 def _refused(status: int, where: dict[str, Any]) -> NoReturn:

@@ -25,7 +25,7 @@ from storage.stores.requests import ReadLimit
 
 MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after some 20 s
 _RECEIVE_BUFFER_BYTES = 4 << 20
-_MIN_RATE_BYTES_PER_S = 64 << 10  # a body with a lower average rate counts as stuck
+SLOWEST_BYTES_PER_S = 64 << 10  # a body with a lower average rate counts as stuck
 
 
 def set_timer(sock: socket.socket, option: int, timeout_s: float) -> None:
@@ -162,15 +162,20 @@ def receive(
     timeout_s: float,
     received: Received,
     where: dict[str, Any],
+    *,
+    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S,
+    grace_s: float | None = None,
 ) -> None:
     """Fill the pieces in order from the body, whose length was checked to be theirs.
 
-    `sock` is the socket of the answer. Raises ShortRead, StoreUnavailable for a body that is too slow, TimeoutError for
-    one that stalls, and OSError. `received` is correct after each of them.
+    `sock` is the socket of the answer. A body that is slower than `slowest_bytes_per_s` after `grace_s` is given up;
+    without a `grace_s` that is `timeout_s`. Raises ShortRead, StoreUnavailable for a body that is too slow,
+    TimeoutError for one that stalls, and OSError. `received` is correct after each of them.
     """
     body = response.fp
     plain = not isinstance(sock, ssl.SSLSocket)
-    started_s = time.monotonic()
+    started_s, before_bytes = time.monotonic(), received.bytes
+    grace_s = timeout_s if grace_s is None else grace_s
     ahead = len(body.peek())  # bytes of the body that were buffered with the head come first
     if plain:
         sock.settimeout(None)
@@ -188,7 +193,7 @@ def receive(
             received.bytes += count
             rest = rest[count:]
             took_s = time.monotonic() - started_s
-            if took_s > timeout_s and received.bytes < took_s * _MIN_RATE_BYTES_PER_S:
+            if took_s > grace_s and received.bytes - before_bytes < took_s * slowest_bytes_per_s:
                 raise StoreUnavailable(
                     "the answer comes too slowly", cause="TimeoutError", received_bytes=received.bytes, **where
                 )

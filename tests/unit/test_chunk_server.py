@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from storage.errors import PeerUnavailable, ReadEnded, StoreError
-from storage.peers import Peer, chunk_path
-from storage.peers.chunk_server import ChunkServer, ServedChunk
+from storage.peers import Peer, chunk_path, peer_client
+from storage.peers.chunk_server import ChunkServer, ServedChunk, Turns
 from storage.peers.peer_client import MAX_IDLE, PeerClient
 from storage.stores.object_store import ByteRange, cut
 from storage.stores.requests import ReadLimit
@@ -38,7 +38,6 @@ class Shelf:
         self.held = 0
         self.taken = 0
         self.received = 0
-        self.elsewhere: dict[int, Peer] = {}
         self.waits = threading.Event()
         self.waits.set()
         self._lock = threading.Lock()
@@ -46,10 +45,8 @@ class Shelf:
     def load_key(self, load_id: str) -> bytes | None:
         return KEY if load_id == "llama" else None
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
         self.waits.wait()
-        if chunk in self.elsewhere:
-            return self.elsewhere[chunk]
         if chunk > 9:
             return None
         with self._lock:
@@ -181,18 +178,51 @@ def _between(listening: socket.socket, port: int, said: list[bytes]) -> None:
         backwards.join()
 
 
-def test_another_node_is_asked_when_one_says_so(server: ChunkServer, client: PeerClient, shelf: Shelf, tmp_path: Path):
-    (tmp_path / "other").mkdir()
-    second = Shelf(tmp_path / "other")
-    second.node = "agent-2"
-    with_chunk = ChunkServer(second, "127.0.0.1", 0)
-    shelf.elsewhere[1] = Peer("127.0.0.1", with_chunk.port, "agent-2")
-    assert read(client, peer_of(server)) == second.data
-    second.elsewhere[1] = peer_of(server)
-    with pytest.raises(PeerUnavailable, match="round"):
+def test_a_few_send_at_a_time_and_in_the_order_of_coming():
+    turns, went, inside = Turns(2, patience_s=30.0), [], threading.Semaphore(0)
+
+    def go(number: int) -> None:
+        with turns:
+            went.append(number)
+            inside.acquire()
+
+    threads = [threading.Thread(target=go, args=(number,)) for number in range(6)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        eventually(lambda number=number: len(went) + len(turns._waiting) == number + 1, "it does not come")
+    assert went == [0, 1]
+    for number in range(2, 6):
+        inside.release()
+        eventually(lambda number=number: len(went) == number + 1, "nobody follows")
+    inside.release(2)
+    for thread in threads:
+        thread.join()
+    assert went == list(range(6))
+
+
+def test_nobody_waits_for_ever_for_a_receiver_that_has_stopped():
+    turns = Turns(1, patience_s=0.05)
+    with turns, turns:
+        assert not turns._waiting
+    with turns:
+        assert turns._free == 0
+
+
+def test_a_node_that_is_far_slower_than_others_is_given_up(
+    server: ChunkServer, client: PeerClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(peer_client, "_GRACE_S", 0.2)
+    for _ in range(3):
         read(client, peer_of(server))
-    with_chunk.close()
-    os.close(second.descriptor)
+    usual_bytes_per_s = client._usual_bytes_per_s
+    slow = ChunkServer(shelf, "127.0.0.1", 0, rate_bytes_per_s=CHUNK_BYTES)  # a second for each chunk
+    try:
+        with pytest.raises(PeerUnavailable, match="did not send") as caught:
+            read(client, peer_of(slow))
+        assert 0 < caught.value.details["received_bytes"] < CHUNK_BYTES
+        assert client._usual_bytes_per_s == usual_bytes_per_s
+    finally:
+        slow.close()
 
 
 def test_a_receiver_that_says_nothing_loses_its_hold(server: ChunkServer, shelf: Shelf):

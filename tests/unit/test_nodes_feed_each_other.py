@@ -117,7 +117,7 @@ class Rubbish:
     def load_key(self, load_id: str) -> bytes | None:
         return KEY
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | Peer | None:
+    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
         return ServedChunk(self.descriptor, 0, CHUNK_BYTES, lambda received: None)
 
 

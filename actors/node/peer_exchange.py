@@ -1,0 +1,203 @@
+"""What one node of a load reads from the others, and what it keeps for them. Pure.
+
+    lease on a chunk --- sources --> the nodes that it is to be read from (`actors.node.peer_routes`), or the store
+    chunk committed ---- keep -----> pinned in the window until the nodes that read it from here have it
+    request of a node -- take -----> held until `given`; or it is on its way, and the node waits
+
+Two limits keep nodes from waiting for each other's slots in a circle. Half of the window is for chunks that others read
+from here, fetched or on their way. Less than half is for others that come from nodes. A chunk that is before all of
+these in the plan's order needs no room. All nodes go by one order. So the first chunk that a node lacks always finds a
+slot, in its home and in all nodes on its ways.
+
+A chunk waits a few seconds for nodes that have not asked for it. Then they are *late*: nothing is kept for them until
+they ask for something that is still to come.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from actors.node.peer_routes import LEFT_OUT_S, PeerRoutes
+from cluster.messages import Commit, NodePeer
+from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.slots import CachedChunk
+from storage.host.processes import ProcessId
+from storage.peers import Peer
+
+PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
+PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
+_ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
+
+
+class Keys(Protocol):
+    """Cache keys of chunks."""
+
+    def __getitem__(self, chunk: int) -> bytes: ...
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A chunk of the window that other nodes have yet to read."""
+
+    cached: CachedChunk
+    left: set[str]  # ids of the nodes that do not have it yet
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerLease:
+    """A lease on a chunk that comes from other nodes, or that they read from here."""
+
+    chunk: int
+    sources: tuple[NodePeer, ...]
+    feeds: bool  # others read it from here
+
+
+class PeerExchange:
+    """One load's share in the exchange. `cache` is shared with the node's other loads."""
+
+    def __init__(
+        self, routes: PeerRoutes, part: tuple[str, int], cache: ChunkCache, keys: Keys, queue: LeaseQueue
+    ) -> None:
+        """`part`: owner of the load's slots."""
+        self.received: Counter[str] = Counter()  # chunks by the id of the node that sent them
+        self._routes, self._part, self._cache, self._keys, self._queue = routes, part, cache, keys, queue
+        self._kept: dict[int, _Kept] = {}
+        self._leases: dict[str, _PeerLease] = {}
+        self._aside: dict[bool, list[int]] = {True: [], False: []}  # heaps of chunks without room, by `feeds`
+        self._asking: dict[tuple[int, str], float] = {}  # (chunk, node that waits for it) -> when it was seen last
+        self._reading: Counter[tuple[int, str]] = Counter()
+        self._late: set[str] = set()
+
+    # -- leases ------------------------------------------------------------------------------------------------
+
+    def has_room(self, chunk: int, running: Collection[str]) -> bool:
+        """Return whether the chunk may be leased now. If not, set it aside. `running`: ids of all leases."""
+        feeds = bool(self._routes.askers(chunk) - self._late)
+        if not feeds and not self._routes.sources(chunk):
+            return True
+        for lease_id in [lease_id for lease_id in self._leases if lease_id not in running]:
+            del self._leases[lease_id]
+        alike = [lease.chunk for lease in self._leases.values() if lease.feeds == feeds]
+        alike += self._kept if feeds else ()
+        half = max(1, self._cache.window_slots // 2)
+        if len(alike) < (half if feeds else max(1, half - 1)):
+            return True
+        others = (lease.chunk for lease in self._leases.values() if lease.feeds != feeds)
+        if chunk < min(alike) and all(chunk < other for other in others) and all(chunk < each for each in self._kept):
+            return True
+        self._queue.wait_for(chunk, ("aside", chunk))
+        heapq.heappush(self._aside[feeds], chunk)
+        return False
+
+    @property
+    def looks_no_further(self) -> bool:
+        """True when so many chunks were set aside that no further ones should be."""
+        return sum(map(len, self._aside.values())) >= self._cache.window_slots
+
+    def take_up(self) -> None:
+        """Let one chunk of each kind that was set aside be leased."""
+        for aside in self._aside.values():
+            if aside:
+                self._queue.waiting_for([("aside", heapq.heappop(aside))])
+
+    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[Peer, ...]:
+        """Note a lease. Return the nodes to read the chunk from, in this order; none: from the store."""
+        sources = tuple(self._routes.sources(chunk)) if from_peers else ()
+        feeds = bool(self._routes.askers(chunk) - self._late)
+        if sources or feeds:
+            self._leases[lease_id] = _PeerLease(chunk, sources, feeds)
+        return tuple(node.peer for node in sources if node.peer is not None)
+
+    def committed(self, commit: Commit, cached: CachedChunk | None, now_s: float) -> None:
+        """A lease has brought its chunk. It stays in the window until the others have it.
+
+        `cached`: where it is; None if it is nowhere. A chunk that the arena keeps anyway needs no place in the window.
+        """
+        lease = self._leases.pop(commit.lease_id, None)
+        sources = () if lease is None else lease.sources
+        for node in (sources[at] for at in commit.failed_peers if at < len(sources)):
+            self._routes.leave_out(node.node_id, now_s + LEFT_OUT_S)
+        if 0 <= commit.peer < len(sources):
+            self.received[sources[commit.peer].node_id] += 1
+        askers = self._routes.askers(commit.chunk) - self._late
+        if not askers or cached is None or self._cache.kept(self._keys[commit.chunk]) is not None:
+            return
+        if commit.chunk not in self._kept and self._cache.pin(cached, self._pinner(commit.chunk), owner=self._part):
+            self._kept[commit.chunk] = _Kept(cached, askers, now_s)
+
+    # -- other nodes -------------------------------------------------------------------------------------------
+
+    def take(self, chunk: int, process: ProcessId, reader: str, asker: str, now_s: float) -> CachedChunk | bool:
+        """Hold the chunk for another node, the asker, which reads it until it is `given`.
+
+        Returns False if this node does not get it, and True if it is on its way.
+        """
+        if not self._queue.knows(chunk):
+            return False
+        self._routes.asked_by(asker, chunk, now_s)
+        cached = self._cache.copy(self._keys[chunk])
+        if cached is not None and self._cache.hold(cached, process, reader, owner=self._part):
+            self._asking.pop((chunk, asker), None)
+            self._reading[chunk, asker] += 1
+            return cached
+        if self._queue.state(chunk) not in _ON_THE_WAY or not self._routes.may_wait(asker, chunk):
+            return cached is not None
+        self._late.discard(asker)
+        self._asking[chunk, asker] = now_s
+        return True
+
+    def given(
+        self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, asker: str, *, received: bool
+    ) -> None:
+        """Release a chunk that another node has read, or has stopped reading. When all have it, it may go."""
+        self._cache.release(cached, process, reader)
+        self._reading[chunk, asker] -= 1
+        if not self._reading[chunk, asker]:
+            del self._reading[chunk, asker]
+        kept = self._kept.get(chunk)
+        if kept is not None and received:
+            kept.left.discard(asker)
+            if not kept.left:
+                self._let_go(chunk)
+
+    def look(self, now_s: float) -> bool:
+        """Let go of chunks for which other nodes did not come in time. Return whether there were any."""
+        self._routes.forget(now_s)
+        patience_s = PRESSED_PATIENCE_S if self._aside[True] else PATIENCE_S
+        for who, seen_s in list(self._asking.items()):
+            if now_s - seen_s > PATIENCE_S:
+                del self._asking[who]
+        late = []
+        for chunk, kept in self._kept.items():
+            if now_s - kept.since_s <= patience_s:
+                continue
+            self._late |= {each for each in kept.left if not self._comes(chunk, each)}
+        for chunk, kept in self._kept.items():
+            kept.left = {each for each in kept.left if each not in self._late or self._comes(chunk, each)}
+            if not kept.left:
+                late.append(chunk)
+        for chunk in late:
+            self._let_go(chunk)
+        return bool(late)
+
+    def end(self) -> None:
+        """Keep nothing for other nodes any more."""
+        for chunk in list(self._kept):
+            self._let_go(chunk)
+
+    def _comes(self, chunk: int, node_id: str) -> bool:
+        """Return whether the node waits for the chunk, or reads it."""
+        return (chunk, node_id) in self._reading or (chunk, node_id) in self._asking
+
+    def _let_go(self, chunk: int) -> None:
+        self._cache.unpin(self._kept.pop(chunk).cached, self._pinner(chunk))
+
+    def _pinner(self, chunk: int) -> tuple[tuple[str, int], str, int]:
+        """Return the key under which a chunk is pinned for other nodes."""
+        return self._part, "peers", chunk

@@ -1,0 +1,191 @@
+"""Which node of a load reads a chunk from which other node. Pure.
+
+The nodes that need a chunk form a tree. Every node computes the same trees from the same list of nodes, so nobody has
+to say them:
+
+    order of the nodes that need chunk c:   n4 n1 n6 n0 n2 n3 n5      a circle of all nodes, turned by c
+    n4 is its home and reads the store      |  +--+--+                 order[i] reads from order[(i - 1) // FAN_OUT]
+                                            +-----+  n1 n6 n0 read from n4, and n2 n3 n5 from n1
+
+A node that does not answer is left out. What it would have sent comes from the next node on the way to the home. When
+none is left there, the first node in the order reads the store in place of the home. A node asks only nodes before it
+in the order, whatever it takes for left out. So nodes never wait for each other in a circle.
+
+Nodes that serve nothing come last in the order, and nobody reads from them.
+
+The circle turns by the golden ratio from chunk to chunk (Knuth, The Art of Computer Programming 3, section 6.4, on
+multiplicative hashing). So every node sends about every FAN_OUT-th chunk FAN_OUT times, and never many in a row. With
+an order drawn at random for each chunk, nodes would have too much to send at one time and nothing at another: in a
+simulation of 256 nodes that took 1.3 times as long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.messages import NodePeer
+from cluster.planning.packed_plan import SharedTables
+
+FAN_OUT = 3
+MOST_SOURCES = 3  # nodes that are asked for one chunk, before it comes from the store
+LEFT_OUT_S = 30.0  # a node that does not answer is asked again after this time
+# Work of one node to find out what the others need: chunks times ranks with different parts; 10^8 take about 10 s. With
+# more, as where 1,024 nodes share out a model of 1T parameters, nodes form blocks, and each block reads the store once.
+MOST_NEEDS = 100_000_000
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
+_KEPT_ORDERS = 512
+
+
+class _Order:
+    """The nodes that need a chunk: those that serve, then those that do not. As indexes into the list of all nodes."""
+
+    def __init__(self, needing: NDArray[np.int64], serving: int) -> None:
+        """`serving`: number of the nodes that serve, which come first in the list of all."""
+        self._needing = needing
+        self.serving = int(np.searchsorted(needing, serving))
+
+    def turn(self, chunk: int) -> int:
+        """Return by how many places the order of that chunk is turned."""
+        return ((chunk + 1) * _GOLDEN % (1 << 64) * self.serving) >> 64
+
+    def place(self, node: int, turn: int) -> int | None:
+        """Return the node's place in the order; None if it does not need the chunk."""
+        at = int(np.searchsorted(self._needing, node))
+        if at == len(self._needing) or int(self._needing[at]) != node:
+            return None
+        return (at - turn) % self.serving if at < self.serving else at
+
+    def node(self, place: int, turn: int) -> int:
+        """Return the node at that place."""
+        return int(self._needing[(place + turn) % self.serving if place < self.serving else place])
+
+    def before(self, place: int) -> Iterator[int]:
+        """Iterate over the places from which a node at that place may read, the nearest first, the home at the end."""
+        if place >= self.serving > 0:
+            place %= self.serving
+            yield place
+        while 0 < place < self.serving:
+            place = (place - 1) // FAN_OUT
+            yield place
+
+    def after(self, place: int) -> Iterator[int]:
+        """Iterate over the places of the nodes that read from a node at that place."""
+        if place < self.serving:
+            yield from range(FAN_OUT * place + 1, min(self.serving, FAN_OUT * place + FAN_OUT + 1))
+            yield from range(place + self.serving, len(self._needing), self.serving)
+
+
+class PeerRoutes:
+    """The ways of one load's chunks between its nodes, as one of them sees them."""
+
+    def __init__(self, nodes: Sequence[NodePeer], node_id: str, tables: SharedTables) -> None:
+        """`node_id`: this node's."""
+        groups = _groups(nodes, node_id, tables)
+        members = sorted(itertools.chain(*groups), key=lambda node: (node.peer is None, _hash(node.node_id)))
+        self._nodes = members
+        self._index = {node.node_id: at for at, node in enumerate(members)}
+        self._own = self._index.get(node_id, -1)
+        self._serving = sum(node.peer is not None for node in members)
+        self._group = np.zeros(len(members), np.int64)  # of each node
+        self._needs = np.zeros((len(groups), -(-len(tables.chunks) // 8)), np.uint8)  # a bit for each chunk
+        for number, group in enumerate(groups):
+            self._group[[self._index[node.node_id] for node in group]] = number
+            needed = np.zeros(len(tables.chunks), bool)
+            for rank in group[0].ranks:
+                needed[tables.chunk_ids(rank)] = True
+            self._needs[number] = np.packbits(needed)
+        self._orders: dict[bytes, _Order] = {}
+        self._left_out: dict[int, float] = {}  # nodes that did not answer this one, and until when
+        self._bypassed: dict[int, float] = {}  # nodes that others left out, and until when
+
+    def sources(self, chunk: int) -> list[NodePeer]:
+        """Return the nodes to ask for the chunk, in this order; none: this node reads the store."""
+        order, turn, place = self._find(chunk)
+        if place is None:
+            return []
+        found = [at for at in order.before(place) if order.node(at, turn) not in self._left_out][:MOST_SOURCES]
+        if not found:
+            before = (at for at in range(min(place, order.serving)) if order.node(at, turn) not in self._left_out)
+            found = list(itertools.islice(before, 1))
+        return [self._nodes[order.node(at, turn)] for at in found]
+
+    def askers(self, chunk: int) -> set[str]:
+        """Return the ids of the nodes that will read the chunk from this one, if all goes well."""
+        order, turn, own = self._find(chunk)
+        if own is None or own >= order.serving:
+            return set()
+        skipped = self._left_out.keys() | self._bypassed.keys()
+        to_see = list(order.after(own))
+        if skipped and all(order.node(at, turn) in skipped for at in range(own)):  # this node is in place of the home
+            to_see += [after for at in range(own) for after in order.after(at) if after != own]
+        found: set[int] = set()
+        while to_see:
+            if (at := to_see.pop()) in found:
+                continue
+            found.add(at)
+            if order.node(at, turn) in skipped:
+                to_see += order.after(at)
+        return {self._nodes[order.node(at, turn)].node_id for at in found if at > own}
+
+    def leave_out(self, node_id: str, until_s: float) -> None:
+        """Ask this node for nothing until then."""
+        if node_id in self._index:
+            self._left_out[self._index[node_id]] = until_s
+
+    def asked_by(self, node_id: str, chunk: int, now_s: float) -> None:
+        """Another node asks for the chunk. If others would have it for that node, then it leaves them out."""
+        order, turn, own = self._find(chunk)
+        asker = self._index.get(node_id, -1)
+        place = order.place(asker, turn)
+        if place is None or own is None:
+            return
+        for at in order.before(place):
+            if at == own:
+                return
+            self._bypassed[order.node(at, turn)] = now_s + LEFT_OUT_S
+
+    def may_wait(self, node_id: str, chunk: int) -> bool:
+        """Return whether another node may wait here for the chunk: it comes after this one in the order."""
+        order, turn, own = self._find(chunk)
+        place = order.place(self._index.get(node_id, -1), turn)
+        return place is not None and own is not None and own < place
+
+    def forget(self, now_s: float) -> None:
+        """Ask again the nodes whose time is over."""
+        for nodes in (self._left_out, self._bypassed):
+            for node in [node for node, until_s in nodes.items() if until_s < now_s]:
+                del nodes[node]
+
+    def _find(self, chunk: int) -> tuple[_Order, int, int | None]:
+        """Return the chunk's order, its turn, and this node's place in it."""
+        needs = (self._needs[:, chunk >> 3] >> (7 - (chunk & 7))) & 1
+        key = np.packbits(needs).tobytes()
+        order = self._orders.get(key)
+        if order is None:
+            if len(self._orders) >= _KEPT_ORDERS:
+                self._orders.clear()
+            order = self._orders[key] = _Order(np.flatnonzero(needs[self._group]), self._serving)
+        turn = order.turn(chunk)
+        return order, turn, order.place(self._own, turn)
+
+
+def _groups(nodes: Sequence[NodePeer], node_id: str, tables: SharedTables) -> list[list[NodePeer]]:
+    """Return the nodes with which this one shares chunks. Those that hold the same parts of the model are a group."""
+    groups: dict[Hashable, list[NodePeer]] = {}
+    for node in nodes:
+        if node.ranks:
+            groups.setdefault(tables.parts(node.ranks), []).append(node)
+    found = list(groups.values())
+    most = max(1, MOST_NEEDS // max(1, len(tables.chunks) * max(len(group[0].ranks) for group in found)))
+    own = next((at for at, group in enumerate(found) if any(node.node_id == node_id for node in group)), 0)
+    first = own - own % most
+    return found[first : first + most]
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

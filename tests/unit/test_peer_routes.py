@@ -1,0 +1,151 @@
+"""Every node of a load computes the same way for each chunk, among the nodes that need it."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.node import peer_routes
+from actors.node.peer_routes import FAN_OUT, MOST_SOURCES, PeerRoutes
+from cluster.messages import NodePeer
+from storage.peers import Peer
+from tests.support.node_simulation import SimModel, SimTables
+
+CHUNKS = 200
+
+
+def tables_of(needs: Mapping[int, Sequence[int]], chunks: int = CHUNKS) -> SimTables:
+    tables = pickle.loads(SimModel(tuple(chunk % 256 for chunk in range(chunks))).shared(needs))
+    assert isinstance(tables, SimTables)
+    return tables
+
+
+def nodes_of(count: int, silent: Sequence[int] = ()) -> list[NodePeer]:
+    """One rank on each. Those that are `silent` serve no chunks."""
+    return [
+        NodePeer(f"node-{at}", (at,), None if at in silent else Peer("10.0.0.1", 1000 + at, f"agent-{at}"))
+        for at in range(count)
+    ]
+
+
+def routes_of(nodes: Sequence[NodePeer], tables: SimTables) -> dict[str, PeerRoutes]:
+    return {node.node_id: PeerRoutes(nodes, node.node_id, tables) for node in nodes}
+
+
+def first_sources(routes: Mapping[str, PeerRoutes], chunk: int, needing: Sequence[str]) -> dict[str, str | None]:
+    """For each node that needs the chunk, the one that it asks first; None: the store."""
+    sources = {node: routes[node].sources(chunk) for node in needing}
+    return {node: found[0].node_id if found else None for node, found in sources.items()}
+
+
+def reach_the_store(first: Mapping[str, str | None]) -> bool:
+    """Return whether every node's chunk comes from the store at last, and never round in a circle."""
+    for node in first:
+        at: str | None = node
+        for _ in first:
+            at = first[at] if at is not None else None
+        if at is not None:
+            return False
+    return True
+
+
+@given(st.lists(st.sets(st.integers(0, 19)), min_size=1, max_size=9), st.sets(st.integers(0, 8)))
+def test_all_nodes_see_one_tree_of_those_that_need_the_chunk(needs: list[set[int]], silent: set[int]):
+    tables = tables_of({rank: sorted(chunks) for rank, chunks in enumerate(needs)}, chunks=20)
+    routes = routes_of(nodes_of(len(needs), sorted(silent)), tables)
+    for chunk in range(20):
+        needing = [f"node-{at}" for at, chunks in enumerate(needs) if chunk in chunks]
+        serving = [node for node in needing if int(node[5:]) not in silent]
+        first = first_sources(routes, chunk, needing)
+        assert reach_the_store(first)
+        assert set(first.values()) - {None} <= set(serving)
+        if serving:
+            assert list(first.values()).count(None) == 1  # the home
+            assert next(node for node, source in first.items() if source is None) in serving
+        else:
+            assert set(first.values()) <= {None}
+        for node in (f"node-{at}" for at in range(len(needs))):
+            assert routes[node].askers(chunk) == {asker for asker, source in first.items() if source == node}
+        if serving and len(serving) == len(needing):
+            assert all(len(routes[node].askers(chunk)) <= FAN_OUT for node in needing)
+
+
+@given(st.integers(2, 40), st.integers(0, 1000), st.randoms(use_true_random=False))
+def test_whatever_nodes_leave_out_they_never_wait_in_a_circle(count: int, chunk: int, chance: object):
+    tables = tables_of({rank: range(1001) for rank in range(count)}, chunks=1001)
+    nodes = nodes_of(count)
+    routes = routes_of(nodes, tables)
+    for each in routes.values():
+        for node in nodes:
+            if chance.random() < 0.4:  # type: ignore[attr-defined]
+                each.leave_out(node.node_id, 1.0)
+    first = first_sources(routes, chunk, list(routes))
+    assert reach_the_store(first)
+    for node, source in first.items():
+        assert source is None or routes[source].may_wait(node, chunk)
+        assert len(routes[node].sources(chunk)) <= MOST_SOURCES
+
+
+@pytest.mark.parametrize("gone", range(7))
+def test_what_a_lost_node_would_have_sent_comes_from_the_next_one(gone: int):
+    tables = tables_of({rank: range(CHUNKS) for rank in range(7)})
+    routes = routes_of(nodes_of(7), tables)
+    before = {chunk: first_sources(routes, chunk, list(routes)) for chunk in range(CHUNKS)}
+    for each in routes.values():
+        each.leave_out(f"node-{gone}", 1.0)
+    del routes[f"node-{gone}"]
+    for chunk in range(CHUNKS):
+        first = first_sources(routes, chunk, list(routes))
+        assert list(first.values()).count(None) == 1
+        for node, source in first.items():
+            assert source != f"node-{gone}"
+            was_first = before[chunk][node]
+            assert source == was_first or f"node-{gone}" in (was_first, before[chunk][f"node-{gone}"] and was_first)
+            if source is not None:
+                assert node in routes[source].askers(chunk)
+    for each in routes.values():
+        each.forget(2.0)
+    for chunk in range(CHUNKS):
+        assert first_sources(routes, chunk, list(routes)).items() <= before[chunk].items()
+
+
+def test_a_node_that_is_asked_past_another_keeps_chunks_for_those_behind_it():
+    tables = tables_of({rank: range(CHUNKS) for rank in range(20)})
+    routes = routes_of(nodes_of(20), tables)
+    chunk = 3
+    first = first_sources(routes, chunk, list(routes))
+    home = next(node for node, source in first.items() if source is None)
+    middle = next(iter(routes[home].askers(chunk)))
+    behind = routes[middle].askers(chunk)
+    asker = next(iter(behind))
+    routes[home].asked_by(asker, chunk, 0.0)
+    assert routes[home].askers(chunk) >= behind | {middle}
+    routes[home].forget(100.0)
+    assert not routes[home].askers(chunk) & behind
+
+
+@pytest.mark.parametrize("count", [4, 40])
+def test_homes_and_sending_are_spread_evenly(count: int):
+    chunks = 40 * count
+    tables = tables_of({rank: range(chunks) for rank in range(count)}, chunks=chunks)
+    routes = routes_of(nodes_of(count), tables)
+    homes = Counter(node for chunk in range(chunks) for node, each in routes.items() if not each.sources(chunk))
+    sent = Counter({node: sum(len(each.askers(chunk)) for chunk in range(chunks)) for node, each in routes.items()})
+    assert all(35 <= homes[node] <= 45 for node in routes)  # 40 each
+    assert all(0.9 * chunks < sent[node] < 1.1 * chunks for node in routes if count > 4)
+    assert sum(sent.values()) == chunks * (count - 1)
+
+
+def test_with_very_many_different_parts_nodes_form_blocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peer_routes, "MOST_NEEDS", 2 * 20)
+    tables = tables_of({rank: range(20) for rank in range(6)}, chunks=20)
+    routes = routes_of(nodes_of(6), tables)
+    for chunk in range(20):
+        first = first_sources(routes, chunk, list(routes))
+        assert list(first.values()).count(None) == 3
+        assert all(source is None or int(source[5:]) // 2 == int(node[5:]) // 2 for node, source in first.items())
