@@ -43,6 +43,7 @@ COMPOSED = {
 USER = 1000  # of the image
 VARIANTS = ("cpu", "cu130")  # of the image: the Dockerfile's TORCH
 GONE = object()
+CLUSTER_LABEL = "ray.io/cluster"  # KubeRay puts it on every node, with the name of the cluster
 SUFFIXES = {"": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 SUFFIXES |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
@@ -132,11 +133,15 @@ def pods(manifests: list[Manifest]) -> Iterator[Pod]:
     for manifest in manifests:
         name = f"{manifest['kind']}/{manifest['metadata']['name']}"
         if cluster := ray_spec(manifest) if "spec" in manifest else None:
+            # A RayService makes up the name of its cluster.
+            cluster_name = manifest["metadata"]["name"] + ("" if manifest["kind"] == "RayCluster" else "-x7k2p")
             head = cluster["headGroupSpec"]
-            yield _pod(f"{name} head", head["template"], head["rayStartParams"])
+            yield _pod(f"{name} head", head["template"], head["rayStartParams"], cluster_name=cluster_name)
             for group in cluster["workerGroupSpecs"]:
                 bounds = (group["minReplicas"], group["replicas"], group["maxReplicas"])
-                yield _pod(f"{name} {group['groupName']}", group["template"], group["rayStartParams"], bounds)
+                yield _pod(
+                    f"{name} {group['groupName']}", group["template"], group["rayStartParams"], bounds, cluster_name
+                )
         elif manifest["kind"] == "RayJob":
             yield _pod(f"{name} submitter", manifest["spec"]["submitterPodTemplate"])
         elif manifest["kind"] in ("StatefulSet", "Deployment", "Job"):
@@ -148,8 +153,10 @@ def _pod(
     template: dict[str, Any],
     ray_start: dict[str, str] | None = None,
     replicas: tuple[int, int, int] | None = None,
+    cluster_name: str = "",
 ) -> Pod:
-    return Pod(where, template["metadata"].get("labels", {}), template["spec"], ray_start, replicas)
+    labels = template["metadata"].get("labels", {}) | ({CLUSTER_LABEL: cluster_name} if cluster_name else {})
+    return Pod(where, labels, template["spec"], ray_start, replicas)
 
 
 def only(manifests: list[Manifest], kind: str, name: str | None = None) -> Manifest:

@@ -24,6 +24,7 @@ from serving.settings import ENV_PREFIX as SERVICE_PREFIX
 from serving.settings import TOKEN_VARIABLE as HTTP_TOKEN
 from serving.settings import ServingSettings
 from tests.support.kube_manifests import (
+    CLUSTER_LABEL,
     COMPOSED,
     FT,
     GONE,
@@ -48,6 +49,7 @@ pytestmark = pytest.mark.skipif(kustomize_missing() is not None, reason=str(kust
 
 Rule = Callable[[list[Manifest]], Iterator[str]]
 RAY_PORTS = {"gcs-server": "DEFAULT_PORT", "dashboard": "DEFAULT_DASHBOARD_PORT"}  # names as KubeRay has them
+PEER_PORT = 9465  # the manifests' choice where the settings name none
 KUBERAY_PORTS = {"metrics": 8080, "serve": 8000}  # KubeRay's own defaults; the second also serveConfigV2's
 SUBMISSION_MODES = ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")  # KubeRay's definition takes any word
 SELECTING = ("NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "Service", "StatefulSet")
@@ -56,6 +58,15 @@ NEEDED = {  # what pods must reach: (a namespace, a network, or "" for everythin
     ("", 443), ("", 6443),  # stores, the cloud's tokens, the API server
     ("169.254.169.254/32", 80), ("169.254.170.23/32", 80), ("169.254.169.252/32", 988),  # roles: EC2, EKS, GKE
 }  # fmt: skip
+PART_OF_US = {"app.kubernetes.io/part-of": "longshore"}
+STRANGERS: list[tuple[str, dict[str, str], set[str]]] = [  # pods that are no nodes: namespace, labels, reached ports
+    ("longshore", {**PART_OF_US, "app.kubernetes.io/component": "submitter"}, {"dashboard", "serve"}),
+    ("longshore", {"longshore-client": "true"}, {"dashboard", "serve"}),
+    ("longshore", {CLUSTER_LABEL: "another"}, set()),
+    ("kuberay-system", {}, {"dashboard", "serve", "agent"}),
+    ("monitoring", {}, {"longshore", "metrics"}),
+    ("elsewhere", {**PART_OF_US, CLUSTER_LABEL: "longshore", "longshore-client": "true"}, set()),
+]
 GUIDE = (ROOT / "docs" / "deploy.md").read_text()
 
 
@@ -91,19 +102,17 @@ def workers_are_not_last(manifests: list[Manifest]) -> Iterator[str]:
 
 def ports_are_ours(manifests: list[Manifest]) -> Iterator[str]:
     """Ports have the numbers that Ray, KubeRay and the settings give them; policies and scrapes name no other."""
-    from ray._private import ray_constants
-
-    expected = {name: getattr(ray_constants, constant) for name, constant in RAY_PORTS.items()} | KUBERAY_PORTS
-    expected["longshore"] = int(settings(manifests).get("LONGSHORE_METRICS_PORT", 0))
+    expected = _ports(manifests)
     for pod in nodes(manifests):
         for port in pod.main["ports"]:
             if expected.get(port["name"]) != port["containerPort"]:
                 yield f"{pod.where}: port {port['name']} is {expected.get(port['name'])}, not {port['containerPort']}"
-    agent = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+        if "longshore-peers" not in [port["name"] for port in pod.main["ports"]]:
+            yield f"{pod.where}: does not name the port where it serves chunks"
     for policy in (manifest for manifest in manifests if manifest["metadata"]["name"] == "longshore"):
         if policy["kind"] == "NetworkPolicy":
             opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
-            for port in opened - {*expected.values(), agent}:
+            for port in opened - {*expected.values()}:
                 yield f"NetworkPolicy: nothing of ours listens on {port}"
             for port in {expected["dashboard"], expected["serve"], expected["longshore"]} - opened:
                 yield f"NetworkPolicy: nobody reaches {port}"
@@ -116,6 +125,18 @@ def ports_are_ours(manifests: list[Manifest]) -> Iterator[str]:
             serve = yaml.safe_load(policy["spec"]["serveConfigV2"])
             if serve["http_options"] != {"host": "0.0.0.0", "port": expected["serve"]}:
                 yield "RayService: the service does not listen where the pods' port is"
+
+
+def _ports(manifests: list[Manifest]) -> dict[str, int]:
+    """Return the number of each port by its name in the manifests. `agent` is Ray's, which they do not name."""
+    from ray._private import ray_constants
+
+    given = settings(manifests)
+    found = {name: getattr(ray_constants, constant) for name, constant in RAY_PORTS.items()} | KUBERAY_PORTS
+    found["agent"] = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+    found["longshore"] = int(given.get("LONGSHORE_METRICS_PORT", 0))
+    found["longshore-peers"] = int(given.get("LONGSHORE_PEER_PORT", PEER_PORT))
+    return found
 
 
 def image_is_built(manifests: list[Manifest]) -> Iterator[str]:
@@ -177,21 +198,45 @@ def needed_gets_out(manifests: list[Manifest]) -> Iterator[str]:
                 if "podSelector" not in peer:
                     let_out |= {(where, port["port"]) for port in rule["ports"]}
         yield from (f"NetworkPolicy: {where or 'nothing'} is reached at {port}" for where, port in NEEDED - let_out)
-        for direction, peers in (("ingress", "from"), ("egress", "to")):
-            among = [
-                rule
-                for rule in policy["spec"][direction]
-                if {"podSelector": policy["spec"]["podSelector"]} in rule.get(peers, [])
-            ]
-            if not any("ports" not in rule for rule in among):  # workers and agents of Ray take any port
-                yield f"NetworkPolicy: pods of the cluster do not reach each other ({direction})"
+        to_nodes = {"podSelector": policy["spec"]["podSelector"]}
+        among = [rule for rule in policy["spec"]["egress"] if to_nodes in rule.get("to", [])]
+        if not any("ports" not in rule for rule in among):  # workers and agents of Ray take any port
+            yield "NetworkPolicy: pods of the cluster do not get out to each other"
+
+
+def nobody_else_gets_in(manifests: list[Manifest]) -> Iterator[str]:
+    """Nodes reach each other at every port. Other pods reach what is meant for them, and never the port for chunks."""
+    policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy" and "Ingress" in m["spec"]["policyTypes"]]
+    ports = _ports(manifests) | {"any of Ray's": 10002}
+    for pod in nodes(manifests):
+        rules = [r for spec in policies if _matches(spec["podSelector"], pod.labels) for r in spec["ingress"]]
+        sources = [("longshore", other.labels, set(ports)) for other in nodes(manifests)]
+        for namespace, labels, reached in (*sources, *STRANGERS):
+            for name, port in ports.items():
+                let_in = any(_lets_in(rule, namespace, labels, port) for rule in rules)
+                if let_in != (name in reached):
+                    found = "reaches" if let_in else "does not reach"
+                    yield f"{pod.where}: a pod in {namespace} with {labels} {found} port {port} ({name})"
+
+
+def _lets_in(rule: dict[str, Any], namespace: str, labels: dict[str, str], port: int) -> bool:
+    """Return whether an ingress rule of the namespace `longshore` lets a pod of this namespace reach a port."""
+    if "ports" in rule and port not in [each["port"] for each in rule["ports"]]:
+        return False
+    ours = {"matchLabels": {"kubernetes.io/metadata.name": "longshore"}}
+    return any(
+        _matches(peer.get("namespaceSelector", ours), {"kubernetes.io/metadata.name": namespace})
+        and _matches(peer.get("podSelector", {}), labels)
+        for peer in rule["from"]
+    )
 
 
 def _matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     wanted = selector.get("matchLabels", {}).items() <= labels.items()
     return wanted and all(
-        labels.get(part["key"]) in part["values"] for part in selector.get("matchExpressions", [])
-    )  # we use the operator In only
+        part["key"] in labels and (part["operator"] == "Exists" or labels[part["key"]] in part["values"])
+        for part in selector.get("matchExpressions", [])
+    )  # we use the operators In and Exists only
 
 
 def references_exist(manifests: list[Manifest]) -> Iterator[str]:
@@ -321,7 +366,7 @@ def head_may_come_back(manifests: list[Manifest]) -> Iterator[str]:
 
 RULES = (
     settings_are_known, workers_are_not_last, ports_are_ours, image_is_built, selectors_find, needed_gets_out,
-    references_exist, kuberay_takes_it, commands_exist, service_is_ours, head_may_come_back,
+    nobody_else_gets_in, references_exist, kuberay_takes_it, commands_exist, service_is_ours, head_may_come_back,
 )  # fmt: skip
 
 
@@ -402,7 +447,9 @@ CHANGES: list[tuple[Rule, str, str, str, Any]] = [  # (rule, rendering, kind, pa
     (workers_are_not_last, "overlays/gpu", "RayCluster", f"{MAIN}/env/1/value", "15"),
     (workers_are_not_last, "overlays/gpu", "RayCluster", f"{HEAD}/containers/0/env/1", GONE),
     (ports_are_ours, "overlays/gpu", "ConfigMap", "data/LONGSHORE_METRICS_PORT", "9465"),
+    (ports_are_ours, "overlays/gpu", "ConfigMap", "data/LONGSHORE_PEER_PORT", "9466"),
     (ports_are_ours, "overlays/gpu", "RayCluster", f"{HEAD}/containers/0/ports/1/containerPort", 8266),
+    (ports_are_ours, "overlays/gpu", "RayCluster", f"{MAIN}/ports/2", GONE),
     (ports_are_ours, "overlays/gpu", "NetworkPolicy", "spec/ingress/1/ports/0/port", 8264),
     (ports_are_ours, "overlays/gpu", "PodMonitor", "spec/podMetricsEndpoints/0/port", "coordinator"),
     (ports_are_ours, "overlays/gpu-service", "RayService", "spec/serveConfigV2", "http_options: {port: 8265}"),
@@ -420,7 +467,15 @@ CHANGES: list[tuple[Rule, str, str, str, Any]] = [  # (rule, rendering, kind, pa
     (needed_gets_out, "overlays/gpu", "NetworkPolicy", "spec/egress/2/ports/0", GONE),
     (needed_gets_out, "overlays/gpu", "NetworkPolicy", "spec/egress/3/to/0/ipBlock/cidr", "169.254.169.253/32"),
     (needed_gets_out, "overlays/gpu", "NetworkPolicy", "spec/egress/0/ports", [{"port": 6379}]),
-    (needed_gets_out, "overlays/gpu", "NetworkPolicy", "spec/ingress/0", GONE),
+    (nobody_else_gets_in, "overlays/gpu", "NetworkPolicy", "spec/ingress/0", GONE),
+    (nobody_else_gets_in, "overlays/gpu", "NetworkPolicy", "spec/ingress/0/ports", [{"port": 6379}]),
+    (nobody_else_gets_in, "overlays/gpu", "NetworkPolicy",
+     "spec/ingress/0/from/0/podSelector", {"matchLabels": PART_OF_US}),
+    (nobody_else_gets_in, "overlays/gpu-service", "NetworkPolicy",
+     "spec/ingress/0/from/0/podSelector", {"matchLabels": {CLUSTER_LABEL: "longshore"}}),
+    (nobody_else_gets_in, "overlays/gpu", "NetworkPolicy", "spec/ingress/1/ports/1", GONE),
+    (nobody_else_gets_in, "overlays/gpu", "NetworkPolicy", "spec/ingress/2/ports/0/port", 9465),
+    (nobody_else_gets_in, "overlays/gpu", "NetworkPolicy", "spec/ingress/3/from/0", GONE),
     (references_exist, "overlays/gpu", "RayCluster", f"{HEAD}/serviceAccountName", "default"),
     (references_exist, "overlays/gpu", "RayCluster", f"{MAIN}/envFrom/1/secretRef/name", "keys"),
     (references_exist, "overlays/gpu", "RayCluster", f"{MAIN}/envFrom/0/configMapRef/name", "settings"),
