@@ -220,8 +220,9 @@ PAGES = {
         (
             "Checks what an operator would: settings, packages, memory, /dev/shm, disk tier, GPU driver and torch of "
             "this machine; of every node of the cluster Longshore's, Python's, Ray's and torch's version, GPUs, CUDA "
-            "driver, NCCL, /dev/shm and the clock; with a URI whether the store answers with these credentials, here "
-            "and from every node. Each check says ok, warn, fail or skip, and what to do.",
+            "driver, NCCL, /dev/shm and the clock; whether nodes reach each other at LONGSHORE_PEER_PORT; with a URI "
+            "whether the store answers with these credentials, here and from every node. Each check says ok, warn, "
+            "fail or skip, and what to do.",
             "It moves next to nothing, unless --bandwidth asks how fast bytes come.",
         ),
         (

@@ -4,6 +4,7 @@ run_checks -> host_checks    packages, memory, /dev/shm and the arena, GPUs and 
                -> disk_checks    the folder for chunks on disk
                -> cluster_checks Ray, its authentication, every node's packages and versions, resources
                   node_checks    of every node: GPUs, drivers, NCCL, /dev/shm, clock, the store from there
+                  peer_checks    nodes reach each other where they serve chunks
                -> host_checks    the store answers with these credentials, clocks agree
 
 A check returns its result. A check that raises counts as failed with its message, and the others still run.
@@ -23,10 +24,10 @@ from cluster.client import status
 from cluster.config import Config
 from cluster.doctor import host_checks
 from cluster.doctor.host_checks import Check
-from cluster.doctor.node_checks import bandwidth_here, check_each_node, judge_bandwidth, name_of
+from cluster.doctor.node_checks import bandwidth_here, check_each_node, judge_bandwidth
 from cluster.errors import NoCoordinator
 from cluster.joining.connection import disconnect
-from cluster.joining.node_tasks import Node, living_nodes, lost_nodes, on_every_node, why_no_answer
+from cluster.joining.node_tasks import Node, living_nodes, lost_nodes, name_of, on_every_node, why_no_answer
 from cluster.joining.ray_join import find_cluster
 from cluster.joining.ray_private import NAMES
 from cluster.units import show_bytes

@@ -1,5 +1,7 @@
 """Checks of every node: GPUs and drivers, niceness, /dev/shm, clock, store, bandwidth. Functions that judge are pure.
 
+The check that nodes reach each other is in `peer_checks`.
+
 on_every_node --look_at_node, clock_now, bandwidth_here--> judge_* --> Check
 """
 
@@ -30,7 +32,8 @@ from cluster.doctor.host_checks import (
     check_store,
     measure_bandwidth,
 )
-from cluster.joining.node_tasks import Node, on_every_node, why_no_answer
+from cluster.doctor.peer_checks import check_peers
+from cluster.joining.node_tasks import Node, name_of, on_every_node, why_no_answer
 from cluster.node_settings import node_environment
 from cluster.request import StoreOptions
 from cluster.units import show_bytes, show_rate
@@ -56,6 +59,7 @@ class NodeLook:
     shm: Check  # if an arena fits, when there is none yet
     settings: tuple[Check, ...]  # in the environment in which the node was started
     store: tuple[Check, ...]  # empty: no URI was given
+    peer_port: int  # as in Config
 
 
 def look_at_node(uri: str | None, store_args: dict[str, Any]) -> NodeLook:
@@ -64,7 +68,8 @@ def look_at_node(uri: str | None, store_args: dict[str, Any]) -> NodeLook:
     asked = _ask_torch() if driver is not None else None
     environ = node_environment()
     settings = _outcome("settings", lambda: check_settings(environ))
-    (shm,) = check_arena(Config.from_env(environ) if settings[0].outcome == "ok" else Config())
+    config = Config.from_env(environ) if settings[0].outcome == "ok" else Config()
+    (shm,) = check_arena(config)
     return NodeLook(
         host=os.uname().nodename,
         gpus=len(gpu_memory()) if driver is not None else 0,
@@ -78,6 +83,7 @@ def look_at_node(uri: str | None, store_args: dict[str, Any]) -> NodeLook:
         shm=shm,
         settings=settings,
         store=_outcome("store", lambda: check_store(uri, store_args)) if uri is not None else (),
+        peer_port=config.peer_port,
     )
 
 
@@ -165,6 +171,7 @@ def check_each_node(
             yield judge_store(name, look.store)
     yield from judge_alike(looks)
     yield from check_clocks(ray, heard)
+    yield from check_peers(ray, [(node, look.peer_port) for node, look in zip(heard, looks, strict=True)])
     if bandwidth and uri is not None:
         yield from check_bandwidth(ray, heard, uri, store_args)
 
@@ -195,11 +202,6 @@ def check_bandwidth(ray: Any, nodes: Sequence[Node], uri: str, store_args: dict[
         measured += 1
     if measured > 1:
         yield Check("bandwidth", "ok", f"{show_rate(total, 1.0)} into {measured} nodes at once")
-
-
-def name_of(node: Node) -> str:
-    """Return the node's name, as in the check of its versions."""
-    return f"{node['NodeManagerHostname']} {node['NodeID'][:8]}"
 
 
 def judge_gpus(name: str, look: NodeLook, ray_gpus: int) -> Check:

@@ -1,13 +1,14 @@
-"""Ray tasks on every node, and Ray's list of nodes. `ray` is the module, already connected."""
+"""Ray tasks and actors on every node, and Ray's list of nodes. `ray` is the module, already connected."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self, TypeVar
 
 from cluster.errors import ClusterError
+from cluster.node_settings import node_name
 from storage.errors import LongshoreError
 
 
@@ -27,6 +28,11 @@ Node = dict[str, Any]  # an entry of `ray.nodes()`
 UNEXPECTED = 2  # Ray's number for an unexpected death; others mean a drain or an orderly end
 # Errors that Ray raises while it declares a node dead.
 _GONE = ("TaskUnschedulableError", "NodeDiedError", "LocalRayletDiedError")
+
+
+def name_of(node: Node) -> str:
+    """Return the node's name in messages."""
+    return node_name(node["NodeManagerHostname"], node["NodeID"])
 
 
 def living_nodes(ray: Any) -> list[Node]:
@@ -61,12 +67,45 @@ def on_every_node(
     The tasks take no resource, so they run on a busy node too. A node that does not answer within `timeout_s` answers
     with a TimeoutError, and its task is cancelled.
     """
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
     task = ray.remote(num_cpus=0, max_retries=0)(work)
-    begun = {}
-    for node, arguments in asked:
-        only_there = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        begun[task.options(scheduling_strategy=only_there).remote(*arguments)] = node
+    begun = {task.options(scheduling_strategy=_only_on(node)).remote(*arguments): node for node, arguments in asked}
+    yield from _answers(ray, begun, timeout_s)
+
+
+class NodeActors:
+    """One actor on each node, for work of several calls. A context manager: the actors end with it.
+
+    The actors take no resource, so they run on a busy node too.
+    """
+
+    def __init__(self, ray: Any, nodes: Iterable[Node], actor_class: type) -> None:
+        """`actor_class`: made without arguments on each node."""
+        self._ray = ray
+        actor = ray.remote(num_cpus=0)(actor_class)
+        self._actors = {node["NodeID"]: actor.options(scheduling_strategy=_only_on(node)).remote() for node in nodes}
+
+    def call(
+        self, method: str, asked: Iterable[tuple[Node, tuple[Any, ...]]], timeout_s: float
+    ) -> Iterator[tuple[Node, Any]]:
+        """Call the method with its arguments on each node, as `on_every_node` runs a function."""
+        begun = {getattr(self._actors[node["NodeID"]], method).remote(*arguments): node for node, arguments in asked}
+        yield from _answers(self._ray, begun, timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for actor in self._actors.values():
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+
+
+def _only_on(node: Node) -> Any:
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    return strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+
+
+def _answers(ray: Any, begun: Mapping[Any, Node], timeout_s: float) -> Iterator[tuple[Node, Any]]:
     if not begun:
         return
     answered, _ = ray.wait(list(begun), num_returns=len(begun), timeout=timeout_s)

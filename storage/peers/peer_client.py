@@ -171,11 +171,11 @@ class PeerClient:
                 pass  # it was closed while it was idle
         connection = self._connect(peer, limit)
         response = self._exchange(connection, path, key, byte_range, limit)
-        challenge = _NONCE.fullmatch(response.getheader("WWW-Authenticate", ""))
-        if response.status != 401 or challenge is None:
+        nonce = _nonce_in(response)
+        if not nonce:
             return connection, response
         response.read()
-        connection.nonce = challenge[1]
+        connection.nonce = nonce
         return connection, self._exchange(connection, path, key, byte_range, limit)
 
     def _exchange(
@@ -231,6 +231,24 @@ class PeerChunk:
         inside = ByteRange(byte_range.start - self.start, byte_range.end - self.start)
         self.client.read(self.peer, self.load_id, self.chunk, self.key, inside, pieces, limit=limit)
         return None
+
+
+def serves_chunks(host: str, port: int, timeout_s: float) -> bool:
+    """Return whether what answers at this address is a chunk server. Raises OSError when there is no connection."""
+    with socket.create_connection((host, port), timeout_s) as sock:
+        connection = http.client.HTTPConnection(host, port)
+        use_socket(connection, sock)
+        try:
+            connection.request("GET", chunk_path("none", 0))
+            return bool(_nonce_in(connection.getresponse()))
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+def _nonce_in(response: http.client.HTTPResponse) -> str:
+    """Return the nonce with which a chunk server refuses a connection's first request. Empty: this is no refusal."""
+    challenge = _NONCE.fullmatch(response.getheader("WWW-Authenticate", ""))
+    return challenge[1] if response.status == 401 and challenge is not None else ""
 
 
 def _refused(status: int, where: dict[str, Any]) -> NoReturn:

@@ -24,8 +24,8 @@ from tests.support.checkpoints import write_tiny_llama
 
 SHM = Check("/dev/shm", "ok", "64 GB free")
 SETTINGS = (Check("settings", "ok", "all at their defaults"),)
-GPU_NODE = NodeLook("a", 8, "580.1", "13.0", "2.13.0", "2.27.3", 8, 0, 0, SHM, SETTINGS, ())
-CPU_NODE = NodeLook("b", 0, "", "", "2.13.0+cpu", "", None, 0, 0, SHM, SETTINGS, ())
+GPU_NODE = NodeLook("a", 8, "580.1", "13.0", "2.13.0", "2.27.3", 8, 0, 0, SHM, SETTINGS, (), -1)
+CPU_NODE = NodeLook("b", 0, "", "", "2.13.0+cpu", "", None, 0, 0, SHM, SETTINGS, (), -1)
 
 
 # judgements
@@ -218,6 +218,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     monkeypatch.setattr(node_checks, "on_every_node", on_every_node)
     monkeypatch.setattr(doctor, "on_every_node", on_every_node)
     monkeypatch.setattr(node_checks, "bandwidth_here", lambda *_: Bandwidth(10**9, 2.0, 120, 16))
+    monkeypatch.setattr(node_checks, "check_peers", lambda _, nodes: [Check("peers", "ok", f"{len(nodes)} nodes")])
     return [
         {"NodeID": f"{name}0123456789", "NodeManagerHostname": name, "Resources": {}, "Alive": True}
         for name in ("one", "hangs", "two")
@@ -237,6 +238,7 @@ def test_every_node_is_checked(nodes: list[Node], tmp_path: Path) -> None:
         "bandwidth one one01234": "ok",
     }
     assert [check.outcome for check in checks if "hangs" in check.name] == ["fail"]
+    assert Check("peers", "ok", "2 nodes") in checks
     assert checks[-1] == Check("bandwidth", "ok", "1.00 GB/s into 2 nodes at once")
     plain = list(node_checks.check_each_node(None, nodes, None, {}, bandwidth=False))
     assert not [check for check in plain if check.name.startswith(("store", "bandwidth"))]
