@@ -41,6 +41,7 @@ from cluster.messages import (
     ArenaAccess,
     BeatReply,
     JoinReply,
+    Members,
     NodeFacts,
     NodeJob,
     Orders,
@@ -279,11 +280,11 @@ class NodeAgent:
             slot_bytes=arena.slot_bytes,
         )
 
-    def begin(self, job: NodeJob, shared: bytes = b"", tables: JobTables | None = None) -> bool:
+    def begin(self, job: NodeJob, members: bytes = b"", shared: bytes = b"", tables: JobTables | None = None) -> bool:
         """Begin this node's share of a load. Return False when other loads hold its slots. Then the caller asks again.
 
-        `shared`: the tables of a job that came without them, from Ray's object store. `tables`: these, unpacked.
-        Raises ArenaTooSmall.
+        `members`: packed `Members`. `shared`: the tables of a job that came without them, from Ray's object store.
+        `tables`: both, unpacked. Raises ArenaTooSmall.
         """
         job = replace(job, shared=job.shared or shared)
         with self._changed:
@@ -292,7 +293,9 @@ class NodeAgent:
             self._changed.notify_all()
         if reserved is not None:
             return reserved
-        memory, tables = PeakMemory(), tables or JobTables.of(job)  # without the lock: ranks wait for it
+        memory = PeakMemory()
+        if tables is None:  # without the lock: ranks wait for it
+            tables = JobTables.of(job, members=Members.unpack(members), node_id=self._node_id)
         self._kept.make_room(job.host_bytes)
         with self._changed:
             self._usable()
@@ -301,6 +304,12 @@ class NodeAgent:
                 self._memory.setdefault(job.load_id, memory)
             self._changed.notify_all()
             return begun
+
+    def update_members(self, load_id: str, members: bytes) -> None:
+        """Take over where the load's nodes serve chunks now: an agent was restarted. `members`: packed."""
+        with self._changed:
+            self._usable()
+            self._ledger.update_members(load_id, Members.unpack(members))
 
     def slot_holders(self) -> tuple[SlotHolder, ...]:
         """Return the loads that have or want the arena's slots, to explain why a load waits."""
@@ -407,7 +416,6 @@ class NodeAgent:
                 stop=answer if isinstance(answer, LongshoreError) else None,
                 batch=self._ledger.batch(hello) if answer is True else 1,
                 disk_path=self._disk.path,
-                peer_key=self._ledger.peer_key(hello.load_id) if answer is True else b"",
                 node_id=self._node_id,
             )
 
@@ -492,7 +500,7 @@ class NodeAgent:
             beat = self._ledger.beat(self._node_id, self._host, self._incarnation, time.monotonic(), self._asked_for)
             if self._arena is not None and not self._stopped.is_set():
                 beat = replace(beat, arena=replace(beat.arena, taken_bytes=self._arena.taken_bytes))
-        beat = self._meter.complete(replace(beat, started_ticks=self._started_ticks))
+        beat = self._meter.complete(replace(beat, started_ticks=self._started_ticks, peer=self._peer))
         if not self._told or self._told != self._heard_of:
             beat = replace(beat, settings=self._settings.of_agent())
         try:

@@ -76,7 +76,7 @@ class Config(BaseModel):
     device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU
     disk_cache_dir: str = NO_FOLDER  # folder on each node in which verified chunks outlive the cluster
     disk_cache_bytes: int = Field(0, ge=0)  # limit of that folder; 0: half of the free space
-    peer_port: int = Field(-1, ge=-1, le=65535)  # where a node serves chunks to other nodes; 0: any, -1: nowhere
+    peer_port: int = Field(9465, ge=-1, le=65535)  # where a node serves chunks to other nodes; 0: any, -1: nowhere
     pin_coordinator_to_head: bool = True
     metrics_port: int = Field(9464, ge=-1, le=65535)  # where Prometheus scrapes the coordinator; 0: any, -1: nowhere
     metrics_host: str = "127.0.0.1"  # its listening address; 0.0.0.0 to serve other hosts

@@ -93,6 +93,34 @@ class NodePeer:
     peer: Peer | None  # where it serves chunks; None: nowhere
 
 
+@dataclass(frozen=True, slots=True)
+class PeerSource:
+    """A node, and the load in whose name it is asked for chunks."""
+
+    peer: Peer
+    load_id: str
+    key: bytes = field(repr=False)  # with which nodes of that load prove that they take part
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The nodes of a load, and those of others, as far as they may read chunks from each other."""
+
+    nodes: tuple[NodePeer, ...] = ()  # all of the load; empty: each reads the store for itself
+    key: bytes = field(default=b"", repr=False)  # of the load; see `PeerSource`
+    lenders: tuple[PeerSource, ...] = ()  # nodes of other loads of the same revision, which may have its chunks
+
+    def pack(self) -> bytes:
+        """Return the members as bytes, for `unpack`. Agents get them beside a `NodeJob`."""
+        return pickle.dumps(self, protocol=5)
+
+    @staticmethod
+    def unpack(data: bytes) -> Members:
+        """Return what `pack` made into bytes, in a process of our own. Without bytes: no members."""
+        members: Members = pickle.loads(data) if data else Members()
+        return members
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeJob:
     """One node's share of a load."""
@@ -122,10 +150,6 @@ class NodeJob:
     on_demand: bool = False  # its ranks are readers, which get chunks only when they ask (`RankUpdate.asks`)
     revision: str = ""  # of the model that readers on demand read; those of a group read the same
     group_patience_s: float = 5.0  # a chunk waits this long for readers without progress while others need its slot
-    # All nodes of the load, this one among them; empty: each reads the store for itself.
-    peers: tuple[NodePeer, ...] = ()
-    node_id: str = ""  # of this node, as in `peers`
-    peer_key: bytes = field(default=b"", repr=False)  # with which nodes of the load prove that they are
 
     @property
     def part(self) -> tuple[str, int]:
@@ -184,7 +208,6 @@ class JoinReply:
     stop: LongshoreError | None = None  # the load is over for this rank
     batch: int = 1  # chunks per message
     disk_path: str = ""  # the node's folder of chunks on disk; empty: none
-    peer_key: bytes = field(default=b"", repr=False)  # see `NodeJob`
     node_id: str = ""  # of the agent's node
 
 
@@ -204,7 +227,7 @@ class LeaseOrder:
     on_disk: bytes = b""  # key of the chunk on the node's disk; empty: not there
     read_slot: int = NO_SLOT  # kept slot with the chunk, held for this lease: read it from there
     keep_slot: int = NO_SLOT  # kept slot to copy the verified chunk to
-    peers: tuple[Peer, ...] = ()  # nodes that have the chunk, or will, to be asked in this order; then the store
+    peers: tuple[PeerSource, ...] = ()  # nodes that have the chunk, or will, to be asked in this order; then the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +383,7 @@ class AgentBeat:
     stats: NodeStats | None = None
     settings: tuple[SettingStatus, ...] = ()  # the agent's settings, until the coordinator answers
     members: tuple[GroupMember, ...] = ()  # members of groups, until they release their rank or die
+    peer: Peer | None = None  # where it serves chunks to other nodes; None: nowhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class AgentWatch:
         self._report_came = asyncio.Condition()
         self._asking = asyncio.Lock()
         self._living: tuple[set[str], float] = set(), -math.inf  # nodes, and when Ray was asked
+        self._telling: set[asyncio.Task[None]] = set()
         self._resending: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (model id, node id)
         self._ending: asyncio.Task[None] | None = None  # the last one, as a loop keeps no tasks alive
 
@@ -174,6 +175,11 @@ class AgentWatch:
                 record.fetched(beat.node_id, sum(load.store_bytes for load in beat.loads if load.load_id == load_id))
         await self._note_progress(beat)
         self._begin_again(beat)
+        for record in self._models.values():
+            if record.peer_moved(beat.node_id, beat.peer):
+                telling = asyncio.get_running_loop().create_task(self._load_run(record).tell_members(beat.node_id))
+                self._telling.add(telling)
+                telling.add_done_callback(self._telling.discard)
         return BeatReply(self._coordinator, unknown, tuple(ended), members=members)
 
     def _members_of_agent_before(self, beat: AgentBeat) -> tuple[GroupMember, ...]:

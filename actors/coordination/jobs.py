@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -49,6 +49,7 @@ class SavedLoad:
     has_credentials: bool  # the client passed some; they are not kept here
     host_bytes: dict[int, int]
     pools: dict[str, tuple[str, ...]]
+    peer_key: bytes = field(repr=False)  # of `Members`: agents that go on prove themselves with it
 
     @staticmethod
     def of(record: ModelRecord) -> SavedLoad:
@@ -69,6 +70,7 @@ class SavedLoad:
             record.request.store.credentials is not None or record.had_credentials,
             dict(record.host_bytes),
             dict(record.pools),
+            record.peer_key,
         )
 
     def pack(self) -> bytes:
@@ -98,6 +100,7 @@ class SavedLoad:
             had_credentials=self.has_credentials,
             host_bytes=self.host_bytes,
             pools=self.pools,
+            peer_key=self.peer_key,
         )
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None
@@ -191,9 +194,6 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         replaced=any(placement.replaced for placement in placements),
         model=model_label(record.request.uri),
         host_bytes=record.bytes_to_take(placements),
-        peers=(peers := record.members()),
-        node_id=node_id,
-        peer_key=record.peer_key if peers else b"",
     )
 
 

@@ -12,6 +12,7 @@ What happens next is decided by the pure `cluster.scheduling.load_state`; this f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 import time
@@ -26,7 +27,7 @@ from actors.coordination.jobs import find_workers_again, node_job, rank_job, slo
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.placing import Relocation, take_placements
-from actors.coordination.planner import Planner, PlanSource, use_working_access
+from actors.coordination.planner import Planner, PlanSource, in_message, use_working_access
 from actors.coordination.spawn import alongside, finished, settled, tend_all
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
@@ -40,6 +41,7 @@ from cluster.errors import (
     RankTaken,
 )
 from cluster.joining.node_tasks import unwrapped
+from cluster.messages import Members
 from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
 from cluster.scheduling.topology import IdleWorkerGroup
@@ -253,10 +255,11 @@ class LoadRun:
 
     async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
-        record, shared = self._record, await self._source.shared()
+        record, members = self._record, await in_message(self._members().pack())
+        shared = await self._source.shared(apart=not isinstance(members, bytes))
 
         def begin(agent: Any, attempt: int) -> Any:
-            return agent.begin.remote(node_job(record, node_id, attempt, self._config), shared)
+            return agent.begin.remote(node_job(record, node_id, attempt, self._config), members, shared)
 
         for attempt in record.attempts_on(node_id):
             began_s = time.monotonic()
@@ -267,6 +270,21 @@ class LoadRun:
             record.begun_on(node_id, attempt)
         if record.message:
             await record.touch("")
+
+    async def tell_members(self, but: str) -> None:
+        """Tell the agents, except that of the node `but`, where all nodes serve chunks now. Those that are not well
+        read from the store.
+        """
+        record, members = self._record, await in_message(self._members().pack())
+
+        def tell(agent: Any) -> Any:
+            return agent.update_members.remote(record.model_id, members)
+
+        with contextlib.suppress(RayError, LongshoreError, TimeoutError):
+            await settled(self._agents.ask(node_id, tell) for node_id in record.nodes if node_id != but)
+
+    def _members(self) -> Members:
+        return self._record.members(self._models.values())
 
     async def _check_slots_come(self, node_id: str, attempt: int, waited_s: float) -> None:
         """Returns while the load may go on waiting for slots. Raises ArenaBusy, which names who holds them."""

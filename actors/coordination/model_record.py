@@ -19,7 +19,7 @@ from typing import Any
 
 from cluster.errors import LoadCancelled, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
-from cluster.messages import NodePeer
+from cluster.messages import Members, NodePeer, PeerSource
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
@@ -93,6 +93,9 @@ class Placement:
         self.replaced = True
 
 
+MOST_LENDERS = 16  # nodes of other loads that a load may read chunks from
+
+
 @dataclass(slots=True)
 class ModelRecord:
     """One model. `life` and `holders` decide, and are pure; the rest is for acting."""
@@ -143,13 +146,39 @@ class ModelRecord:
         """Note where these nodes serve chunks to others."""
         self.peers |= {info.node_id: info.peer for info in infos}
 
-    def members(self) -> tuple[NodePeer, ...]:
-        """Return the nodes that may read chunks from each other; none if there are not two that serve chunks."""
+    def peer_moved(self, node_id: str, peer: Peer | None) -> bool:
+        """Note where a node serves chunks, by its heartbeat. Return whether the load's other nodes should be told."""
+        if node_id not in self.nodes or self.peers.get(node_id) == peer:
+            return False
+        was_known = node_id in self.peers
+        self.peers[node_id] = peer
+        return was_known and bool(self.begun)
+
+    def members(self, others: Iterable[ModelRecord] = ()) -> Members:
+        """Return the nodes that may read chunks from each other; none where no node serves any.
+
+        Nodes of `others` lend their chunks if their load is of the same revision and older. So nodes of two loads never
+        wait for each other.
+        """
         ranks: dict[str, list[int]] = {}
         for rank, placement in sorted(self.placements.items()):
             ranks.setdefault(placement.node_id, []).append(rank)
         found = tuple(NodePeer(node_id, tuple(ranks[node_id]), self.peers.get(node_id)) for node_id in sorted(ranks))
-        return found if sum(node.peer is not None for node in found) > 1 else ()
+        same = (
+            other
+            for other in others
+            if other.is_usable and other.created_s < self.created_s and self._has_chunks_of(other)
+        )
+        lenders = tuple(
+            PeerSource(peer, other.model_id, other.peer_key)
+            for other in same
+            for node_id, peer in sorted(other.peers.items())
+            if peer is not None and node_id not in ranks and node_id in other.nodes
+        )[:MOST_LENDERS]
+        return Members(found, self.peer_key, lenders) if lenders or any(node.peer for node in found) else Members()
+
+    def _has_chunks_of(self, other: ModelRecord) -> bool:
+        return bool(self.revision) and (self.revision, self.request.uri) == (other.revision, other.request.uri)
 
     @property
     def nodes(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.coordination import spawn
 from actors.coordination.model_record import ModelRecord
-from actors.coordination.planner import IN_MESSAGE_BYTES
+from actors.coordination.planner import in_message
 from actors.links import PackedCalls, ask_agent
 from cluster.config import Config
 from cluster.errors import (
@@ -138,7 +138,7 @@ async def _with_room(info: NodeInfo) -> NodeInfo:
 async def held_on(node_ids: Iterable[str], keys: bytes) -> dict[str, HeldChunks | str]:
     """Return which of those chunks each node has, or a sentence when it is not known. Starts and moves nothing."""
     order = list(node_ids)
-    sent = keys if len(keys) <= IN_MESSAGE_BYTES else await asyncio.to_thread(ray.put, keys)
+    sent = await in_message(keys)
     return dict(zip(order, await asyncio.gather(*(_held_on(node_id, sent) for node_id in order)), strict=True))
 
 

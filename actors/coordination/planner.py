@@ -169,6 +169,14 @@ async def use_working_access(record: ModelRecord, planner: Planner) -> None:
 IN_MESSAGE_BYTES = 64 << 10  # what goes with the message is there sooner
 
 
+async def in_message(data: bytes, *, apart: bool = False) -> Any:
+    """Return the bytes as an argument of a remote call: themselves while they are few, and not to be `apart`.
+
+    Many are put into Ray's object store, where nodes get them from each other. Such arguments are the last of a call.
+    """
+    return data if len(data) <= IN_MESSAGE_BYTES and not apart else await asyncio.to_thread(ray.put, data)
+
+
 class PlanSource:
     """The plan of one record. `holder_ttl_s`: how long to wait for clients to supply credentials after a restart."""
 
@@ -212,15 +220,11 @@ class PlanSource:
                     await self._record.changed.wait_for(holds)
         return holds()
 
-    async def shared(self) -> Any:
-        """Return the plan's tables as an argument of a remote call: themselves while they are small.
-
-        Large ones are put into Ray's object store once, where nodes get them from each other.
-        """
+    async def shared(self, *, apart: bool = False) -> Any:
+        """Return the plan's tables as an argument of a remote call (`in_message`), which is made once."""
         plan = await self.plan()
-        if self._record.shared is None:
-            small = len(plan.shared) <= IN_MESSAGE_BYTES
-            self._record.share(plan.shared if small else await asyncio.to_thread(ray.put, plan.shared))
+        if self._record.shared is None or (apart and isinstance(self._record.shared, bytes)):
+            self._record.share(await in_message(plan.shared, apart=apart))
         return self._record.shared
 
 

@@ -39,7 +39,9 @@ from cluster.messages import (
     Commit,
     FetchFailure,
     LeaseOrder,
+    Members,
     NodeJob,
+    PeerSource,
     RankHello,
     RankUpdate,
 )
@@ -53,7 +55,6 @@ from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Answer, CachedChunk, Lease
 from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound
 from storage.host.processes import ProcessId
-from storage.peers import Peer
 
 
 @dataclass(slots=True)
@@ -216,6 +217,7 @@ def _hint(error: LongshoreError) -> str:
     return error.hint
 
 
+NO_MEMBERS = Members()
 GRANT_BATCH = 64  # most readable chunks in one answer
 
 _DIRECT_NUMBERS = itertools.count(1)
@@ -229,16 +231,22 @@ class JobTables:
     needs: Mapping[int, NDArray[np.int64]]  # rank -> chunks that it touches
     largest_chunk_bytes: int
     routes: PeerRoutes | None = None  # between the nodes of the load; None: this node reads all from the store
+    key: bytes = field(default=b"", repr=False)  # of `Members`
 
     @classmethod
-    def of(cls, job: NodeJob, shared: SharedTables | None = None) -> JobTables:
-        """Return the tables of a job, unpacked. `shared`: given for readers, whose job brings none."""
+    def of(
+        cls, job: NodeJob, shared: SharedTables | None = None, members: Members = NO_MEMBERS, node_id: str = ""
+    ) -> JobTables:
+        """Return the tables of a job, unpacked. `shared`: given for readers, whose job brings none.
+
+        `node_id`: of this node, as in `members`.
+        """
         shared = unpack_shared(job.shared) if shared is None else shared
         needs = {rank: shared.chunk_ids(rank) for rank in job.ranks}
         # What has no digest cannot be checked by its receiver. Local files, and what goes past the arena, is not sent.
-        sends = job.peers and shared.chunks.hash_name and not job.is_local and job.placement != "direct"
-        routes = PeerRoutes(job.peers, job.node_id, shared) if sends else None
-        return cls(shared, needs, shared.chunks.largest_bytes, routes)
+        sends = members.nodes and shared.chunks.hash_name and not job.is_local and job.placement != "direct"
+        routes = PeerRoutes(members, job.load_id, node_id, shared) if sends else None
+        return cls(shared, needs, shared.chunks.largest_bytes, routes, members.key)
 
 
 class ChunkFlow:
@@ -263,10 +271,12 @@ class ChunkFlow:
         # kernel's page cache keeps them. Local files may be on a network, so a disk tier that keeps them comes first.
         fits = disk.on or len(self.queue.chunks()) <= max(cache.kept_slots, cache.window_slots)
         kept_anyway = job.is_local and not disk.on
-        past = job.placement == "auto" and (kept_anyway or not fits) and tables.routes is None
+        past = job.placement == "auto" and (kept_anyway or not fits) and (tables.routes is None or tables.routes.alone)
         self.direct = job.placement == "direct" or past
         self.peers = (
-            None if tables.routes is None else PeerExchange(tables.routes, job.part, cache, self.keys, self.queue)
+            None
+            if tables.routes is None or self.direct
+            else PeerExchange(tables.routes, job.part, cache, self.keys, self.queue)
         )
         self._job = job
         self._cache = cache
@@ -378,7 +388,7 @@ class ChunkFlow:
         on_disk = self.keys[chunk] if may_use_disk and self._disk.on_disk(self.keys[chunk]) else b""
         read = NO_SLOT if lease is None or lease.read is None else lease.read.slot
         keep = NO_SLOT if lease is None or lease.keep is None else lease.keep.slot
-        peers: tuple[Peer, ...] = ()
+        peers: tuple[PeerSource, ...] = ()
         if self.peers is not None and slot != DIRECT:
             # A second lease on a slow chunk, and a chunk that failed before, are read from the store.
             from_peers = may_use_disk and not on_disk and read == NO_SLOT and not self.queue.failures(chunk)

@@ -25,6 +25,7 @@ from cluster.messages import (
     AgentBeat,
     GroupMember,
     LoadBeat,
+    Members,
     NodeJob,
     Orders,
     RankBeat,
@@ -276,7 +277,13 @@ class NodeLedger:
 
     def peer_key(self, load_id: str) -> bytes:
         """Return the key with which nodes prove that they take part in the load. Empty: it has none here."""
-        return next((load.job.peer_key for load in self._parts(load_id)), b"")
+        return next((load.peer_key for load in self._parts(load_id)), b"")
+
+    def update_members(self, load_id: str, members: Members) -> None:
+        """Take over where the load's nodes serve chunks now."""
+        for load in self._parts(load_id):
+            if load.peers is not None:
+                load.peers.update(members)
 
     def take_for_peer(
         self, load_id: str, chunk: int, process: ProcessId, reader: str, asker: str, now_s: float

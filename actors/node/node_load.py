@@ -45,6 +45,7 @@ class NodeLoad:
         self.job = replace(job, shared=b"")
         self.load_id = job.load_id
         self.record = job.record  # the coordinator's notes, which it may replace
+        self.peer_key = tables.key
         self._cache = cache
         self._disk = disk
         self._flow = ChunkFlow(self.job, cache, now_s, disk, tables)
@@ -188,6 +189,8 @@ class NodeLoad:
             disk_unkept_chunks=self._disk.unkept_chunks,
             corrupt_chunks=flow.meter.corrupt_chunks,
             retries=dict(flow.retries),
+            peer_bytes_from={} if flow.peers is None else dict(flow.peers.received_bytes),
+            sent_bytes=0 if flow.peers is None else flow.peers.sent_bytes,
             hedges=flow.hedges.count,
             hedges_won=flow.hedges.won,
             objects=self._checks.report(),

@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.node.peer_routes import LEFT_OUT_S, PeerRoutes
-from cluster.messages import Commit, NodePeer
+from cluster.messages import Commit, Members, PeerSource
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
-from storage.peers import Peer
 
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
 PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
@@ -54,7 +53,7 @@ class _PeerLease:
     """A lease on a chunk that comes from other nodes, or that they read from here."""
 
     chunk: int
-    sources: tuple[NodePeer, ...]
+    sources: tuple[PeerSource, ...]
     feeds: bool  # others read it from here
 
 
@@ -65,7 +64,8 @@ class PeerExchange:
         self, routes: PeerRoutes, part: tuple[str, int], cache: ChunkCache, keys: Keys, queue: LeaseQueue
     ) -> None:
         """`part`: owner of the load's slots."""
-        self.received: Counter[str] = Counter()  # chunks by the id of the node that sent them
+        self.received_bytes: Counter[str] = Counter()  # by the host that sent them
+        self.sent_bytes = 0  # that other nodes have received whole
         self._routes, self._part, self._cache, self._keys, self._queue = routes, part, cache, keys, queue
         self._kept: dict[int, _Kept] = {}
         self._leases: dict[str, _PeerLease] = {}
@@ -106,27 +106,27 @@ class PeerExchange:
             if aside:
                 self._queue.waiting_for([("aside", heapq.heappop(aside))])
 
-    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[Peer, ...]:
+    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[PeerSource, ...]:
         """Note a lease. Return the nodes to read the chunk from, in this order; none: from the store."""
         sources = tuple(self._routes.sources(chunk)) if from_peers else ()
         feeds = bool(self._routes.askers(chunk) - self._late)
         if sources or feeds:
             self._leases[lease_id] = _PeerLease(chunk, sources, feeds)
-        return tuple(node.peer for node in sources if node.peer is not None)
+        return sources
 
-    def committed(self, commit: Commit, cached: CachedChunk | None, now_s: float) -> None:
-        """A lease has brought its chunk. It stays in the window until the others have it.
+    def committed(self, commit: Commit, cached: CachedChunk, now_s: float) -> None:
+        """A lease has brought its chunk, which is at `cached`. It stays in the window until the others have it.
 
-        `cached`: where it is; None if it is nowhere. A chunk that the arena keeps anyway needs no place in the window.
+        A chunk that the arena keeps anyway needs no place in the window.
         """
         lease = self._leases.pop(commit.lease_id, None)
         sources = () if lease is None else lease.sources
-        for node in (sources[at] for at in commit.failed_peers if at < len(sources)):
-            self._routes.leave_out(node.node_id, now_s + LEFT_OUT_S)
+        for source in (sources[at] for at in commit.failed_peers if at < len(sources)):
+            self._routes.leave_out(source, now_s + LEFT_OUT_S)
         if 0 <= commit.peer < len(sources):
-            self.received[sources[commit.peer].node_id] += 1
+            self.received_bytes[sources[commit.peer].peer.host] += cached.length_bytes
         askers = self._routes.askers(commit.chunk) - self._late
-        if not askers or cached is None or self._cache.kept(self._keys[commit.chunk]) is not None:
+        if not askers or self._cache.kept(self._keys[commit.chunk]) is not None:
             return
         if commit.chunk not in self._kept and self._cache.pin(cached, self._pinner(commit.chunk), owner=self._part):
             self._kept[commit.chunk] = _Kept(cached, askers, now_s)
@@ -160,6 +160,7 @@ class PeerExchange:
         self._reading[chunk, asker] -= 1
         if not self._reading[chunk, asker]:
             del self._reading[chunk, asker]
+        self.sent_bytes += cached.length_bytes if received else 0
         kept = self._kept.get(chunk)
         if kept is not None and received:
             kept.left.discard(asker)
@@ -185,6 +186,10 @@ class PeerExchange:
         for chunk in late:
             self._let_go(chunk)
         return bool(late)
+
+    def update(self, members: Members) -> None:
+        """Take over where nodes serve chunks now."""
+        self._routes.update(members)
 
     def end(self) -> None:
         """Keep nothing for other nodes any more."""

@@ -28,8 +28,9 @@ from collections.abc import Hashable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.messages import NodePeer
+from cluster.messages import Members, NodePeer, PeerSource
 from cluster.planning.packed_plan import SharedTables
+from storage.peers import Peer
 
 FAN_OUT = 3
 MOST_SOURCES = 3  # nodes that are asked for one chunk, before it comes from the store
@@ -83,15 +84,17 @@ class _Order:
 class PeerRoutes:
     """The ways of one load's chunks between its nodes, as one of them sees them."""
 
-    def __init__(self, nodes: Sequence[NodePeer], node_id: str, tables: SharedTables) -> None:
+    def __init__(self, members: Members, load_id: str, node_id: str, tables: SharedTables) -> None:
         """`node_id`: this node's."""
-        groups = _groups(nodes, node_id, tables)
-        members = sorted(itertools.chain(*groups), key=lambda node: (node.peer is None, _hash(node.node_id)))
-        self._nodes = members
-        self._index = {node.node_id: at for at, node in enumerate(members)}
+        groups = _groups(members.nodes, node_id, tables)
+        nodes = sorted(itertools.chain(*groups), key=lambda node: (node.peer is None, _hash(node.node_id)))
+        self._nodes = nodes
+        self._key, self._load_id = members.key, load_id
+        self._lenders = members.lenders
+        self._index = {node.node_id: at for at, node in enumerate(nodes)}
         self._own = self._index.get(node_id, -1)
-        self._serving = sum(node.peer is not None for node in members)
-        self._group = np.zeros(len(members), np.int64)  # of each node
+        self._serving = sum(node.peer is not None for node in nodes)
+        self._group = np.zeros(len(nodes), np.int64)  # of each node
         self._needs = np.zeros((len(groups), -(-len(tables.chunks) // 8)), np.uint8)  # a bit for each chunk
         for number, group in enumerate(groups):
             self._group[[self._index[node.node_id] for node in group]] = number
@@ -101,9 +104,15 @@ class PeerRoutes:
             self._needs[number] = np.packbits(needed)
         self._orders: dict[bytes, _Order] = {}
         self._left_out: dict[int, float] = {}  # nodes that did not answer this one, and until when
+        self._lenders_out: dict[Peer, float] = {}  # the same of lenders
         self._bypassed: dict[int, float] = {}  # nodes that others left out, and until when
 
-    def sources(self, chunk: int) -> list[NodePeer]:
+    @property
+    def alone(self) -> bool:
+        """True when there is no other node to read from."""
+        return len(self._nodes) < 2 and not self._lenders
+
+    def sources(self, chunk: int) -> list[PeerSource]:
         """Return the nodes to ask for the chunk, in this order; none: this node reads the store."""
         order, turn, place = self._find(chunk)
         if place is None:
@@ -112,7 +121,14 @@ class PeerRoutes:
         if not found:
             before = (at for at in range(min(place, order.serving)) if order.node(at, turn) not in self._left_out)
             found = list(itertools.islice(before, 1))
-        return [self._nodes[order.node(at, turn)] for at in found]
+        peers = (self._nodes[order.node(at, turn)].peer for at in found)
+        sources = [PeerSource(peer, self._load_id, self._key) for peer in peers if peer is not None]
+        return sources or self._borrow(chunk)
+
+    def _borrow(self, chunk: int) -> list[PeerSource]:
+        """Return nodes of other loads that may have the chunk. Only its home asks them, as it would ask the store."""
+        lenders = [lender for lender in self._lenders if lender.peer not in self._lenders_out]
+        return [lenders[(chunk + at) % len(lenders)] for at in range(min(len(lenders), MOST_SOURCES))]
 
     def askers(self, chunk: int) -> set[str]:
         """Return the ids of the nodes that will read the chunk from this one, if all goes well."""
@@ -132,10 +148,21 @@ class PeerRoutes:
                 to_see += order.after(at)
         return {self._nodes[order.node(at, turn)].node_id for at in found if at > own}
 
-    def leave_out(self, node_id: str, until_s: float) -> None:
+    def leave_out(self, source: PeerSource, until_s: float) -> None:
         """Ask this node for nothing until then."""
-        if node_id in self._index:
-            self._left_out[self._index[node_id]] = until_s
+        if source.load_id != self._load_id:
+            self._lenders_out[source.peer] = until_s
+        for at, node in enumerate(self._nodes):
+            if node.peer == source.peer:
+                self._left_out[at] = until_s
+
+    def update(self, members: Members) -> None:
+        """Take over where nodes serve chunks now: the agent of one was restarted."""
+        for node in members.nodes:
+            at = self._index.get(node.node_id)
+            if at is not None and at < self._serving and node.peer not in (None, self._nodes[at].peer):
+                self._nodes[at] = node
+                self._left_out.pop(at, None)
 
     def asked_by(self, node_id: str, chunk: int, now_s: float) -> None:
         """Another node asks for the chunk. If others would have it for that node, then it leaves them out."""
@@ -150,16 +177,21 @@ class PeerRoutes:
             self._bypassed[order.node(at, turn)] = now_s + LEFT_OUT_S
 
     def may_wait(self, node_id: str, chunk: int) -> bool:
-        """Return whether another node may wait here for the chunk: it comes after this one in the order."""
+        """Return whether another node may wait here for the chunk: it comes after this one in the order.
+
+        Nobody here waits for a node that is not among these. It came later, or belongs to a later load.
+        """
         order, turn, own = self._find(chunk)
-        place = order.place(self._index.get(node_id, -1), turn)
-        return place is not None and own is not None and own < place
+        if own is None or node_id not in self._index:
+            return own is not None
+        place = order.place(self._index[node_id], turn)
+        return place is not None and own < place
 
     def forget(self, now_s: float) -> None:
         """Ask again the nodes whose time is over."""
-        for nodes in (self._left_out, self._bypassed):
-            for node in [node for node, until_s in nodes.items() if until_s < now_s]:
-                del nodes[node]
+        self._left_out = {node: until_s for node, until_s in self._left_out.items() if until_s >= now_s}
+        self._bypassed = {node: until_s for node, until_s in self._bypassed.items() if until_s >= now_s}
+        self._lenders_out = {peer: until_s for peer, until_s in self._lenders_out.items() if until_s >= now_s}
 
     def _find(self, chunk: int) -> tuple[_Order, int, int | None]:
         """Return the chunk's order, its turn, and this node's place in it."""
@@ -181,6 +213,8 @@ def _groups(nodes: Sequence[NodePeer], node_id: str, tables: SharedTables) -> li
         if node.ranks:
             groups.setdefault(tables.parts(node.ranks), []).append(node)
     found = list(groups.values())
+    if not found:
+        return []
     most = max(1, MOST_NEEDS // max(1, len(tables.chunks) * max(len(group[0].ranks) for group in found)))
     own = next((at for at, group in enumerate(found) if any(node.node_id == node_id for node in group)), 0)
     first = own - own % most

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -208,7 +209,8 @@ class ChunkFetcher:
         self._disk: DiskReader | None = None
         self._arena: Arena | None = None
         self._peers: PeerClient | None = None
-        self._load: tuple[str, bytes] = "", b""  # its id, and the key that its nodes prove themselves with
+        self._peers_lock = threading.Lock()
+        self._node_id = ""
         # Waits for another try: (cause, seconds, a part has arrived). May return early.
         self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, arrived: time.sleep(delay_s)
         # The lease's chunk comes from the store, as no other node sent it.
@@ -248,13 +250,9 @@ class ChunkFetcher:
             with contextlib.suppress(DiskTierError):  # then they come from the store
                 self._disk = DiskReader(path)
 
-    def use_peers(self, load_id: str, key: bytes, node_id: str) -> None:
-        """Read chunks from the nodes that leases name. `key`: the load's; empty: from none. `node_id`: of this node."""
-        self._load = load_id, key
-        if key and self._peers is None:
-            from storage.peers.peer_client import PeerClient  # not at the top: most loads do without it
-
-            self._peers = PeerClient(node_id, read_timeout_s=PEER_READ_TIMEOUT_S)
+    def use_peers(self, node_id: str) -> None:
+        """Read chunks from the nodes that leases name, in the name of this node."""
+        self._node_id = node_id
 
     def use_arena(self, arena: Arena | None) -> None:
         """Copy chunks to and from the kept slots of this arena. Call it while nothing is fetched."""
@@ -366,10 +364,16 @@ class ChunkFetcher:
         return FetchedChunk(lease.lease_id, retries=retries)
 
     def _peers_of(self, lease: LeaseOrder) -> list[PeerChunk]:
-        if self._peers is None:
+        if not lease.peers:
             return []
+        with self._peers_lock:
+            if self._peers is None:
+                from storage.peers.peer_client import PeerClient  # not at the top: most loads do without it
+
+                self._peers = PeerClient(self._node_id, read_timeout_s=PEER_READ_TIMEOUT_S)
         start = self._tables.chunks.byte_range(lease.chunk).start
-        return [self._peers.chunk(peer, *self._load, lease.chunk, start) for peer in lease.peers]
+        named = ((source.peer, source.load_id, source.key) for source in lease.peers)
+        return [self._peers.chunk(*name, lease.chunk, start) for name in named]
 
     def _overtake(self, lease: LeaseOrder) -> None:
         """The chunk is there by this lease: end the reads of slower ones, without waiting for the agent to say so."""

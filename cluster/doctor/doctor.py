@@ -23,11 +23,11 @@ from typing import Any
 from cluster.client import status
 from cluster.config import Config
 from cluster.doctor import host_checks
-from cluster.doctor.host_checks import Check
+from cluster.doctor.host_checks import Check, name_of
 from cluster.doctor.node_checks import bandwidth_here, check_each_node, judge_bandwidth
 from cluster.errors import NoCoordinator
 from cluster.joining.connection import disconnect
-from cluster.joining.node_tasks import Node, living_nodes, lost_nodes, name_of, on_every_node, why_no_answer
+from cluster.joining.node_tasks import Node, living_nodes, lost_nodes, on_every_node, why_no_answer
 from cluster.joining.ray_join import find_cluster
 from cluster.joining.ray_private import NAMES
 from cluster.units import show_bytes

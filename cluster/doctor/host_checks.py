@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from cluster.config import Config
 from cluster.fit.needs import min_slots, planned_arena_bytes, planned_window_bytes
+from cluster.node_settings import node_name
 from cluster.request import StoreOptions
 from cluster.units import show_bytes, show_rate
 from longshore.installation import probe
@@ -36,6 +37,11 @@ from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read
 from storage.stores.open_store import open_store
 
 Outcome = Literal["ok", "warn", "fail", "skip"]
+
+
+def name_of(node: Mapping[str, Any]) -> str:
+    """Return the node's name in messages."""
+    return node_name(node["NodeManagerHostname"], node["NodeID"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,10 @@ from cluster.doctor.host_checks import (
     check_settings,
     check_store,
     measure_bandwidth,
+    name_of,
 )
 from cluster.doctor.peer_checks import check_peers
-from cluster.joining.node_tasks import Node, name_of, on_every_node, why_no_answer
+from cluster.joining.node_tasks import Node, on_every_node, why_no_answer
 from cluster.node_settings import node_environment
 from cluster.request import StoreOptions
 from cluster.units import show_bytes, show_rate

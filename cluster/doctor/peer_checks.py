@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from cluster.doctor.host_checks import Check
-from cluster.joining.node_tasks import Node, NodeActors, name_of, why_no_answer
+from cluster.doctor.host_checks import Check, name_of
+from cluster.joining.node_tasks import Node, NodeActors, why_no_answer
 from storage.errors import StoreError
 from storage.peers.chunk_server import ChunkServer
 from storage.peers.peer_client import serves_chunks

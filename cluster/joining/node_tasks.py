@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar
 
 from cluster.errors import ClusterError
-from cluster.node_settings import node_name
 from storage.errors import LongshoreError
 
 
@@ -28,11 +27,6 @@ Node = dict[str, Any]  # an entry of `ray.nodes()`
 UNEXPECTED = 2  # Ray's number for an unexpected death; others mean a drain or an orderly end
 # Errors that Ray raises while it declares a node dead.
 _GONE = ("TaskUnschedulableError", "NodeDiedError", "LocalRayletDiedError")
-
-
-def name_of(node: Node) -> str:
-    """Return the node's name in messages."""
-    return node_name(node["NodeManagerHostname"], node["NodeID"])
 
 
 def living_nodes(ray: Any) -> list[Node]:

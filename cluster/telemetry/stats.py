@@ -223,6 +223,8 @@ class NodeReport(Jsonable):
     disk_bytes: int = 0
     peer_chunks: int = 0  # read from other nodes, verified and committed
     peer_bytes: int = 0
+    peer_bytes_from: dict[str, int] = field(default_factory=dict)  # of them, by the address of the node that sent them
+    sent_bytes: int = 0  # to other nodes, which have received all of it
     disk_unkept_chunks: int = 0  # not written there for want of room or by a fault, of any load since the agent began
     unknown_chunks: int = 0  # had before the agent was restarted: fetched by a rank that is gone, or found in the arena
     unknown_bytes: int = 0
@@ -241,8 +243,13 @@ class NodeReport(Jsonable):
             for name, (mine, theirs) in pairs.items()
             if isinstance(mine, int)
         }
-        retries = dict(Counter(self.retries) + Counter(later.retries))
-        return replace(self, **sums, retries=retries, objects=join_checks((*self.objects, *later.objects)))
+        return replace(
+            self,
+            **sums,
+            retries=dict(Counter(self.retries) + Counter(later.retries)),
+            peer_bytes_from=dict(Counter(self.peer_bytes_from) + Counter(later.peer_bytes_from)),
+            objects=join_checks((*self.objects, *later.objects)),
+        )
 
 
 SOURCES = ("store_via_arena", "store_direct", "disk", "arena", "peer")  # as in LoadReport.bytes_by_source

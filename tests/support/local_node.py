@@ -20,6 +20,7 @@ import numpy as np
 
 from actors.devices.cpu_device import CpuDevice
 from actors.links import AgentLink
+from actors.node.chunk_flow import NO_MEMBERS
 from actors.node_agent import NodeAgent
 from actors.rank.executor import RankLoader
 from actors.rank.loader import PROCESS_ARENAS
@@ -29,7 +30,17 @@ from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import read_model_config
 from cluster.layouts.rules import rules_for
-from cluster.messages import ArenaAccess, FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate
+from cluster.messages import (
+    ArenaAccess,
+    FetchSettings,
+    JoinReply,
+    Members,
+    NodeJob,
+    Orders,
+    RankHello,
+    RankJob,
+    RankUpdate,
+)
 from cluster.planning.make_plan import build_load_plan
 from cluster.planning.packed_plan import pack_shared
 from cluster.planning.plan import LoadPlan
@@ -140,6 +151,7 @@ class LocalNode:
         ranks: Sequence[int] = (),
         done: Sequence[int] = (),
         store_identity: str = "twin",
+        members: Members = NO_MEMBERS,
         **fields: object,
     ) -> str:
         """Start a load on the agent and wait for its slots. Return the load's id. `fields`: more of the job."""
@@ -164,7 +176,7 @@ class LocalNode:
             hedge_after_s=self.config.hedge_after_s,
             **fields,  # type: ignore[arg-type]
         )
-        while not self.agent.begin(job):
+        while not self.agent.begin(job, members.pack()):
             time.sleep(0.01)
         return load_id
 

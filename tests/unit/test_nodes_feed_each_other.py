@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from actors.rank import chunk_fetcher
-from cluster.messages import NodePeer
+from cluster.messages import Members, NodePeer, PeerSource
 from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
 from storage.peers import Peer
@@ -42,16 +42,22 @@ class Nodes:
         for node in nodes:
             node.agent.serve_peers("127.0.0.1")
 
+    @property
+    def members(self) -> Members:
+        return Members(
+            tuple(
+                NodePeer(f"node-{at}", ranks, self.others.get(at, node.agent.facts().peer))
+                for at, (ranks, node) in enumerate(zip(self.ranks_of, self.nodes, strict=True))
+            ),
+            KEY,
+        )
+
     def load(self, only: Sequence[int] | None = None) -> list[NodeReport]:
         """Run the ranks of `only` these nodes, compare what they have, and return the report of each node."""
-        members = tuple(
-            NodePeer(f"node-{at}", ranks, self.others.get(at, node.agent.facts().peer))
-            for at, (ranks, node) in enumerate(zip(self.ranks_of, self.nodes, strict=True))
-        )
         found = []
         for at in range(len(self.nodes)) if only is None else only:
             node, ranks = self.nodes[at], self.ranks_of[at]
-            node.begin(self.plan, "llama", ranks, peers=members, node_id=f"node-{at}", peer_key=KEY)
+            node.begin(self.plan, "llama", ranks, members=self.members)
             found += [(rank, node.rank(self.plan, self.store, "llama", rank)) for rank in ranks]
         run_all([rank for _, rank in found])
         for number, rank in found:
@@ -166,3 +172,63 @@ def test_a_node_that_ends_in_the_middle_is_left_for_the_store(nodes_of: Any):
     assert any("peer_unavailable" in report.retries for report in reports)
     for report in reports:
         assert report.store_bytes + report.peer_bytes == report.needed_bytes
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_replica_that_comes_later_fills_from_the_first(nodes_of: Any, tmp_path: Path, kept: bool):
+    """It is a load of its own. Without chunks in the first node's arena it reads the store."""
+    nodes = nodes_of(2, (1, 1, 2), 1000 if kept else 8)
+    nodes.load()
+    read_bytes = nodes.store.read_bytes
+    lenders = tuple(
+        PeerSource(node.agent.facts().peer, "llama", KEY) for node in nodes.nodes if node.agent.facts().peer is not None
+    )
+    (tmp_path / "later").mkdir()
+    with local_node(tmp_path / "later", 1000, peer_port=0) as later:
+        later.agent._node_id = "later"
+        plan = plan_of(nodes.objects, (1, 1, 1), CHUNK_BYTES)
+        members = Members((NodePeer("later", (0,), None),), b"another key", lenders)
+        later.begin(plan, "second", members=members)
+        rank = later.rank(plan, nodes.store, "second", 0)
+        run_all([rank])
+        check_exact([rank], nodes.objects, 1, 1)
+        report = later.agent.report("second")
+    if kept:
+        assert nodes.store.read_bytes == read_bytes
+        assert report.peer_bytes == report.needed_bytes
+        assert report.peer_bytes_from == {"127.0.0.1": report.needed_bytes}
+        assert not report.retries
+    else:
+        assert report.store_bytes + report.peer_bytes == report.needed_bytes
+        assert set(report.retries) <= {"peer_without_chunk"}
+
+
+def test_two_loads_at_one_time_read_the_store_once(nodes_of: Any, tmp_path: Path):
+    """The second load has one node more. What the first is about to read, it waits for."""
+    nodes = nodes_of(1, (1, 1, 1), 1000)
+    first = nodes.nodes[0]
+    lenders = (PeerSource(first.agent.facts().peer, "llama", KEY),)
+    (tmp_path / "later").mkdir()
+    with local_node(tmp_path / "later", 1000, peer_port=0) as later:
+        first.begin(nodes.plan, "llama", members=Members((NodePeer("node-0", (0,), first.agent.facts().peer),), KEY))
+        later.agent._node_id = "later"
+        later.begin(nodes.plan, "second", members=Members((NodePeer("later", (0,), None),), b"another key", lenders))
+        ranks = [node.rank(nodes.plan, nodes.store, load, 0) for node, load in ((first, "llama"), (later, "second"))]
+        run_all(ranks)
+        for rank in ranks:
+            check_exact([rank], nodes.objects, 1, 1)
+    assert nodes.store.read_bytes == touched_bytes(nodes.plan)
+
+
+def test_others_are_told_where_a_restarted_agent_serves(nodes_of: Any):
+    nodes = nodes_of(2, (1, 1, 2), 100)
+    nodes.others[1] = Peer("127.0.0.1", nodes.nodes[1].agent.facts().peer.port, "an earlier one")
+    members = nodes.members
+    for at, node in enumerate(nodes.nodes):
+        node.begin(nodes.plan, "llama", nodes.ranks_of[at], members=members)
+    nodes.others.clear()
+    nodes.nodes[0].agent.update_members("llama", nodes.members.pack())
+    first, second = nodes.load()
+    assert not first.retries
+    assert nodes.store.read_bytes == touched_bytes(nodes.plan)
+    assert (first.sent_bytes, second.sent_bytes) == (second.peer_bytes, first.peer_bytes)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actors.node import peer_routes
 from actors.node.peer_routes import FAN_OUT, MOST_SOURCES, PeerRoutes
-from cluster.messages import NodePeer
+from cluster.messages import Members, NodePeer, PeerSource
 from storage.peers import Peer
 from tests.support.node_simulation import SimModel, SimTables
 
@@ -34,13 +34,22 @@ def nodes_of(count: int, silent: Sequence[int] = ()) -> list[NodePeer]:
 
 
 def routes_of(nodes: Sequence[NodePeer], tables: SimTables) -> dict[str, PeerRoutes]:
-    return {node.node_id: PeerRoutes(nodes, node.node_id, tables) for node in nodes}
+    return {node.node_id: PeerRoutes(Members(tuple(nodes), b"key"), "llama", node.node_id, tables) for node in nodes}
 
 
 def first_sources(routes: Mapping[str, PeerRoutes], chunk: int, needing: Sequence[str]) -> dict[str, str | None]:
     """For each node that needs the chunk, the one that it asks first; None: the store."""
     sources = {node: routes[node].sources(chunk) for node in needing}
-    return {node: found[0].node_id if found else None for node, found in sources.items()}
+    return {node: node_at(found[0]) if found else None for node, found in sources.items()}
+
+
+def node_at(source: PeerSource) -> str:
+    return f"node-{source.peer.port - 1000}"
+
+
+def source_of(node: NodePeer) -> PeerSource:
+    assert node.peer is not None
+    return PeerSource(node.peer, "llama", b"key")
 
 
 def reach_the_store(first: Mapping[str, str | None]) -> bool:
@@ -83,7 +92,7 @@ def test_whatever_nodes_leave_out_they_never_wait_in_a_circle(count: int, chunk:
     for each in routes.values():
         for node in nodes:
             if chance.random() < 0.4:  # type: ignore[attr-defined]
-                each.leave_out(node.node_id, 1.0)
+                each.leave_out(source_of(node), 1.0)
     first = first_sources(routes, chunk, list(routes))
     assert reach_the_store(first)
     for node, source in first.items():
@@ -97,7 +106,7 @@ def test_what_a_lost_node_would_have_sent_comes_from_the_next_one(gone: int):
     routes = routes_of(nodes_of(7), tables)
     before = {chunk: first_sources(routes, chunk, list(routes)) for chunk in range(CHUNKS)}
     for each in routes.values():
-        each.leave_out(f"node-{gone}", 1.0)
+        each.leave_out(source_of(nodes_of(7)[gone]), 1.0)
     del routes[f"node-{gone}"]
     for chunk in range(CHUNKS):
         first = first_sources(routes, chunk, list(routes))
