@@ -146,7 +146,8 @@ class PeerShelf:
                     load.peers.given(chunk, cached, self._process, reader, asker, received=received)
                 self._changed.notify_all()
 
-        return ServedChunk(*arena.place(cached.slot), load.chunk_bytes(chunk), release)
+        digest = b"" if load.peers is None else load.peers.digest(chunk)
+        return ServedChunk(*arena.place(cached.slot), load.chunk_bytes(chunk), digest, release)
 
 
 _LOG = logging.getLogger("longshore.agent")

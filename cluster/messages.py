@@ -228,6 +228,7 @@ class LeaseOrder:
     read_slot: int = NO_SLOT  # kept slot with the chunk, held for this lease: read it from there
     keep_slot: int = NO_SLOT  # kept slot to copy the verified chunk to
     peers: tuple[PeerSource, ...] = ()  # nodes that have the chunk, or will, to be asked in this order; then the store
+    pass_digest: bool = False  # it has no published digest, and other nodes get it with one by `PASSED_HASH`
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,7 @@ class Commit:
     spans: tuple[Span, ...] = ()  # checksums of a chunk without digest, if the store has one of the object
     source: str = ""  # DISK_READ, ARENA_READ, PEER_READ; empty, or DISK_UNUSABLE if the disk failed: from the store
     kept: bool = False  # it is in the lease's kept slot too
+    digest: bytes = b""  # that other nodes get with it (`LeaseOrder.pass_digest`)
     peer: int = -1  # which of the lease's peers sent the last byte; -1: none
     failed_peers: tuple[int, ...] = ()  # which of them did not answer, were far too slow, or sent other bytes
 

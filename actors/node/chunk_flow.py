@@ -243,8 +243,9 @@ class JobTables:
         """
         shared = unpack_shared(job.shared) if shared is None else shared
         needs = {rank: shared.chunk_ids(rank) for rank in job.ranks}
-        # What has no digest cannot be checked by its receiver. Local files, and what goes past the arena, is not sent.
-        sends = members.nodes and shared.chunks.hash_name and not job.is_local and job.placement != "direct"
+        # Local files, what goes past the arena, and objects of which nodes may see different versions, are not sent.
+        sure = shared.chunks.hash_name is not None or all(shard.etag is not None for shard in shared.shards)
+        sends = members.nodes and sure and not job.is_local and job.placement != "direct"
         routes = PeerRoutes(members, job.load_id, node_id, shared) if sends else None
         return cls(shared, needs, shared.chunks.largest_bytes, routes, members.key)
 
@@ -273,15 +274,14 @@ class ChunkFlow:
         kept_anyway = job.is_local and not disk.on
         past = job.placement == "auto" and (kept_anyway or not fits) and (tables.routes is None or tables.routes.alone)
         self.direct = job.placement == "direct" or past
-        self.peers = (
-            None
-            if tables.routes is None or self.direct
-            else PeerExchange(tables.routes, job.part, cache, self.keys, self.queue)
-        )
+        self._chunks = self.keys.tables.chunks
+        self.peers = None
+        if tables.routes is not None and not self.direct:
+            shared = job.part, cache, self.keys, self.queue
+            self.peers = PeerExchange(tables.routes, *shared, needs_digest=self._chunks.hash_name is None)
         self._job = job
         self._cache = cache
         self._disk = disk
-        self._chunks = self.keys.tables.chunks
         self._cached: dict[int, CachedChunk] = {}  # committed chunks of this load, while a rank needs them
         self._to_read: dict[int, CachedChunk] = {}  # kept chunks of this load that were not read yet, pinned
         if self.direct:  # no rank may fetch for another one, or the chunk would go through the arena
@@ -395,7 +395,8 @@ class ChunkFlow:
             peers = self.peers.leased(lease_id, chunk, from_peers=from_peers)
         if lease is not None and lease.read is None and may_use_disk and not peers:
             self.hedges.begun(lease_id, chunk, now_s)
-        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep, peers)
+        passes = self.peers is not None and not self.keys.published(chunk)[0]
+        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep, peers, passes)
 
     def _running(self) -> set[str]:
         """Return the ids of all leases."""

@@ -61,12 +61,21 @@ class PeerExchange:
     """One load's share in the exchange. `cache` is shared with the node's other loads."""
 
     def __init__(
-        self, routes: PeerRoutes, part: tuple[str, int], cache: ChunkCache, keys: Keys, queue: LeaseQueue
+        self,
+        routes: PeerRoutes,
+        part: tuple[str, int],
+        cache: ChunkCache,
+        keys: Keys,
+        queue: LeaseQueue,
+        *,
+        needs_digest: bool,
     ) -> None:
-        """`part`: owner of the load's slots."""
+        """`part`: owner of the load's slots. `needs_digest`: the chunks have no published digests."""
+        self._needs_digest = needs_digest
         self.received_bytes: Counter[str] = Counter()  # by the host that sent them
         self.sent_bytes = 0  # that other nodes have received whole
         self._routes, self._part, self._cache, self._keys, self._queue = routes, part, cache, keys, queue
+        self._digests: dict[int, bytes] = {}  # of chunks without published ones, which other nodes get with them
         self._kept: dict[int, _Kept] = {}
         self._leases: dict[str, _PeerLease] = {}
         self._aside: dict[bool, list[int]] = {True: [], False: []}  # heaps of chunks without room, by `feeds`
@@ -125,6 +134,8 @@ class PeerExchange:
             self._routes.leave_out(source, now_s + LEFT_OUT_S)
         if 0 <= commit.peer < len(sources):
             self.received_bytes[sources[commit.peer].peer.host] += cached.length_bytes
+        if commit.digest:
+            self._digests[commit.chunk] = commit.digest
         askers = self._routes.askers(commit.chunk) - self._late
         if not askers or self._cache.kept(self._keys[commit.chunk]) is not None:
             return
@@ -142,6 +153,8 @@ class PeerExchange:
             return False
         self._routes.asked_by(asker, chunk, now_s)
         cached = self._cache.copy(self._keys[chunk])
+        if cached is not None and self._needs_digest and chunk not in self._digests:
+            return False  # another load brought it: nobody knows whether these are the bytes that were read
         if cached is not None and self._cache.hold(cached, process, reader, owner=self._part):
             self._asking.pop((chunk, asker), None)
             self._reading[chunk, asker] += 1
@@ -151,6 +164,10 @@ class PeerExchange:
         self._late.discard(asker)
         self._asking[chunk, asker] = now_s
         return True
+
+    def digest(self, chunk: int) -> bytes:
+        """Return the digest that other nodes get with the chunk; empty: they know the published one."""
+        return self._digests.get(chunk, b"")
 
     def given(
         self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, asker: str, *, received: bool

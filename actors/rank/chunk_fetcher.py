@@ -39,6 +39,7 @@ from storage.arena.arena import Arena
 from storage.checksum import Hasher, Span, SpanHasher, new_hasher
 from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, IntegrityError, LongshoreError, ReadEnded
+from storage.peers import PASSED_HASH
 from storage.stores.object_store import ByteRange, ObjectStore, cut, read_pieces
 from storage.stores.requests import ReadLimit, ReadLimits
 
@@ -72,7 +73,10 @@ class ChunkRead:
         parts: Sequence[memoryview],
         limit: ReadLimit,
         clock: StageClock,
+        *,
+        pass_digest: bool = False,
     ) -> None:
+        """`pass_digest`: other nodes get the chunk, or its bytes, with a digest that no publisher made."""
         chunks = tables.chunks
         self.arrived_bytes = 0  # of the chunk, from its start; all of them hashed
         self._store = store
@@ -84,6 +88,9 @@ class ChunkRead:
         self._hash_name = chunks.hash_name
         self._expected = chunks.digest(chunk) if chunks.hash_name is not None else None
         self._hasher = self._new_hasher()  # None: there is nothing to compare with
+        self._passes = pass_digest
+        self._passed = b""  # the digest that came with the first bytes, if they came from a node
+        self._passing = new_hasher(PASSED_HASH) if pass_digest else None
         # With neither a version nor a digest nobody would notice that the two halves are of different objects.
         self._resumes = self._shard.etag is not None or self._expected is not None
 
@@ -111,6 +118,8 @@ class ChunkRead:
             self._keep(before_bytes + int(error.details.get("received_bytes", 0)))
             raise
         finally:
+            if peer is not None and not before_bytes:
+                self._passed = peer.digest
             self._clock.busy_s += time.monotonic() - begun_s - (self._clock.verify_s - hashed_s)
             self._clock.bytes += self.arrived_bytes - before_bytes
             if not self._resumes and self.arrived_bytes < self._byte_range.size_bytes:
@@ -119,10 +128,11 @@ class ChunkRead:
 
     def _hash(self, piece: memoryview) -> None:
         self.arrived_bytes += len(piece)
-        if self._hasher is not None:
-            begun_s = time.monotonic()
-            self._hasher.update(piece)
-            self._clock.verify_s += time.monotonic() - begun_s
+        begun_s = time.monotonic()
+        for hasher in (self._hasher, self._passing):
+            if hasher is not None:
+                hasher.update(piece)
+        self._clock.verify_s += time.monotonic() - begun_s
 
     def _keep(self, arrived_bytes: int) -> None:
         """So many bytes of the chunk are in the parts: hash those that came last."""
@@ -136,7 +146,16 @@ class ChunkRead:
         """Return the checksums of a complete chunk without a digest. The object's checksum is combined from them."""
         return self._hasher.spans() if isinstance(self._hasher, SpanHasher) else ()
 
+    @property
+    def digest(self) -> bytes:
+        """The digest of a complete chunk that other nodes get with it; empty: they know the published one."""
+        return b"" if self._passing is None else self._passing.digest()
+
     def _check(self) -> None:
+        if self._passed and self.digest != self._passed:
+            passed = {"expected": self._passed.hex(), "found": self.digest.hex()}
+            self._restart()
+            raise IntegrityError("bytes from a node are not those that its home read", **passed)
         if self._hasher is None or isinstance(self._hasher, SpanHasher) or self._expected is None:
             return
         self._clock.verify_bytes += self._byte_range.size_bytes
@@ -153,6 +172,8 @@ class ChunkRead:
     def _restart(self) -> None:
         self.arrived_bytes = 0
         self._hasher = self._new_hasher()
+        self._passed = b""
+        self._passing = new_hasher(PASSED_HASH) if self._passes else None
 
     def _new_hasher(self) -> Hasher | SpanHasher | None:
         if self._expected is not None:
@@ -286,7 +307,8 @@ class ChunkFetcher:
         with self._limits.begin(give_up_s) as limit:
             self._running[lease.lease_id] = lease.chunk, limit
             try:
-                read = ChunkRead(self._store, self._tables, lease.chunk, parts, limit, clock)
+                about = self._store, self._tables, lease.chunk, parts, limit, clock
+                read = ChunkRead(*about, pass_digest=lease.pass_digest)
                 fetched = self._fetch(lease, read, limit, disk)
             finally:
                 del self._running[lease.lease_id]
@@ -325,8 +347,15 @@ class ChunkFetcher:
             try:
                 read.read(peer)
                 self._overtake(lease)
-                how = (disk, -1) if peer is None else (PEER_READ, at)
-                commit = Commit(lease.lease_id, lease.chunk, read.spans(), how[0], False, how[1], failed_peers)
+                commit = Commit(
+                    lease.lease_id,
+                    lease.chunk,
+                    read.spans(),
+                    disk if peer is None else PEER_READ,
+                    digest=read.digest,
+                    peer=-1 if peer is None else at,
+                    failed_peers=failed_peers,
+                )
                 return FetchedChunk(lease.lease_id, commit, None, retries)
             except LongshoreError as failed:
                 error = failed

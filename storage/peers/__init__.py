@@ -13,6 +13,8 @@ from storage.stores.requests import host_and_port
 
 REALM = "Longshore"
 NODE_HEADER = "X-Longshore-Node"  # incarnation of the node that is meant
+DIGEST_HEADER = "X-Longshore-Digest"  # of a chunk without a published one, in hex: that of the bytes its home read
+PASSED_HASH = "xxh3_128"  # its algorithm: it is for accidents, since nodes of a load trust each other
 ASKER_HEADER = "X-Longshore-Asker"  # id of the node that asks
 
 

@@ -35,7 +35,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 from storage.errors import LongshoreError, StoreError
-from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, proof
+from storage.peers import ASKER_HEADER, DIGEST_HEADER, NODE_HEADER, REALM, proof
 from storage.stores.http_get import set_timer
 from storage.stores.object_store import ByteRange
 
@@ -56,6 +56,7 @@ class ServedChunk:
     descriptor: int
     offset: int  # of the chunk in the file
     size_bytes: int
+    digest: bytes  # by `PASSED_HASH`; empty: its receivers know the published one
     release: Callable[[bool], object]  # the argument: whether the receiver has said that it has everything
 
 
@@ -311,6 +312,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206)
         self.send_header("Content-Length", str(wanted.size_bytes))
         self.send_header("Content-Range", f"bytes {wanted.start}-{wanted.end - 1}/{chunk.size_bytes}")
+        if chunk.digest:
+            self.send_header(DIGEST_HEADER, chunk.digest.hex())
         self.end_headers()
         self.wfile.flush()
         self.close_connection = True

@@ -13,12 +13,13 @@ import http.client
 import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from storage.checksum import DIGEST_SIZES
 from storage.errors import PeerUnavailable, RangeMismatch, ReadEnded, StoreUnavailable
-from storage.peers import ASKER_HEADER, NODE_HEADER, REALM, Peer, chunk_path, proof
+from storage.peers import ASKER_HEADER, DIGEST_HEADER, NODE_HEADER, PASSED_HASH, REALM, Peer, chunk_path, proof
 from storage.stores.http_get import (
     SLOWEST_BYTES_PER_S,
     IdleConnections,
@@ -35,6 +36,7 @@ from storage.stores.requests import ReadLimit
 AVOID_S = 30.0  # a node that cannot be reached, or says nothing, is not asked again for this long
 MAX_IDLE = 4  # connections kept to each peer
 _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_SIZES[PASSED_HASH]}}}")
 _TOO_SLOW = 6.0  # times slower than peers usually are
 _GRACE_S = 2.0  # before anybody is called slow
 _SHARE = 0.1  # of the newest chunk in what is usual
@@ -72,6 +74,7 @@ class PeerClient:
         pieces: Iterable[memoryview],
         *,
         limit: ReadLimit | None = None,
+        passed: Callable[[bytes], object] = lambda _: None,
     ) -> None:
         """Read a range of a chunk into `pieces`, as `ReadsPieces.read_pieces` does.
 
@@ -81,6 +84,7 @@ class PeerClient:
             byte_range: Within the chunk. Not empty.
             pieces: Together as long as the range.
             limit: Ends the read from another thread.
+            passed: Called before the first byte with the digest that the peer passes on; empty: none.
 
         Raises:
             PeerUnavailable: The peer does not have the chunk, does not answer, stopped, or is far too slow. Its detail
@@ -92,7 +96,7 @@ class PeerClient:
         if time.monotonic() < self._avoid.get(peer, 0.0):
             raise PeerUnavailable("a node did not answer just before", **where)
         try:
-            self._read(peer, chunk_path(load_id, chunk), key, byte_range, pieces, limit, received, where)
+            self._read(peer, chunk_path(load_id, chunk), key, byte_range, pieces, limit, received, where, passed)
         except (OSError, http.client.HTTPException, StoreUnavailable, RangeMismatch) as error:
             if limit.ended:
                 raise ReadEnded("the read was ended", received_bytes=received.bytes, **where) from error
@@ -121,6 +125,7 @@ class PeerClient:
         limit: ReadLimit,
         received: Received,
         where: dict[str, Any],
+        passed: Callable[[bytes], object],
     ) -> None:
         connection, response = self._request(peer, path, key, byte_range, limit)
         keep = False
@@ -131,6 +136,8 @@ class PeerClient:
             length = response.getheader("Content-Length", "")
             if length != str(byte_range.size_bytes) or response.getheader("Transfer-Encoding"):
                 raise RangeMismatch("a node sends another range than was asked for", **where)
+            digest = response.getheader(DIGEST_HEADER, "")
+            passed(bytes.fromhex(digest) if _DIGEST.fullmatch(digest) else b"")
             begun_s = time.monotonic()
             slowest_bytes_per_s = max(SLOWEST_BYTES_PER_S, self._usual_bytes_per_s / _TOO_SLOW)
             receive(
@@ -207,7 +214,7 @@ class PeerClient:
         return _Connection(peer, connection, sock)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PeerChunk:
     """A chunk at another node, read by its place in the stored object: a `ReadsPieces`."""
 
@@ -217,6 +224,7 @@ class PeerChunk:
     key: bytes = field(repr=False)  # the load's
     chunk: int
     start: int  # of the chunk in the object
+    digest: bytes = b""  # that the peer passed on
 
     def read_pieces(
         self,
@@ -229,8 +237,11 @@ class PeerChunk:
     ) -> str | None:
         """See `ReadsPieces`. Raises as `PeerClient.read` does."""
         inside = ByteRange(byte_range.start - self.start, byte_range.end - self.start)
-        self.client.read(self.peer, self.load_id, self.chunk, self.key, inside, pieces, limit=limit)
+        self.client.read(self.peer, self.load_id, self.chunk, self.key, inside, pieces, limit=limit, passed=self._pass)
         return None
+
+    def _pass(self, digest: bytes) -> None:
+        self.digest = digest
 
 
 def serves_chunks(host: str, port: int, timeout_s: float) -> bool:

@@ -59,9 +59,9 @@ def test_a_model_larger_than_the_arena(longshore: Longshore, llama: StoredModel)
             assert model.call(shard_differs, str(llama.folder), 2, 1, KV_HEADS) == [[], []]
 
 
-@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2)
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=-1)
 def test_two_nodes_each_fetch_a_chunk_once(longshore: Longshore, llama: StoredModel) -> None:
-    """TP 2 x DP 2, two ranks a node: what both nodes need leaves twice, whatever the number of ranks."""
+    """TP 2 x DP 2, two ranks a node. Nodes do not feed each other: what both need leaves twice."""
     with CountingProxy(llama.server.endpoint_url) as proxy:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
         layout = {"tensor_parallel_size": 2, "data_parallel_size": 2}

@@ -52,7 +52,7 @@ class Shelf:
         with self._lock:
             self.held += 1
             self.taken += 1
-        return ServedChunk(self.descriptor, 4096, CHUNK_BYTES, self._release)
+        return ServedChunk(self.descriptor, 4096, CHUNK_BYTES, b"", self._release)
 
     def _release(self, received: bool) -> None:
         with self._lock:

@@ -32,9 +32,11 @@ CHUNK_BYTES = 4096
 class Nodes:
     """Nodes of one load, each with the same number of ranks."""
 
-    def __init__(self, nodes: Sequence[LocalNode], objects: dict[str, bytes], sizes: tuple[int, int, int]) -> None:
+    def __init__(
+        self, nodes: Sequence[LocalNode], objects: dict[str, bytes], sizes: tuple[int, int, int], digests: bool
+    ) -> None:
         self.nodes, self.objects, self.sizes = nodes, objects, sizes
-        self.plan: LoadPlan = plan_of(objects, sizes, CHUNK_BYTES)
+        self.plan: LoadPlan = plan_of(objects, sizes, CHUNK_BYTES, digests)
         self.store = WrappedStore(MemoryStore(objects))
         each = len(self.plan.ranks) // len(nodes)
         self.ranks_of = [tuple(range(at * each, (at + 1) * each)) for at in range(len(nodes))]
@@ -75,13 +77,15 @@ def nodes_of(tmp_path: Path) -> Iterator[Any]:
     objects = read_objects(tmp_path / "llama")
     with ExitStack() as stack:
 
-        def make(count: int, sizes: tuple[int, int, int], slots: int = 8, **settings: Any) -> Nodes:
+        def make(
+            count: int, sizes: tuple[int, int, int], slots: int = 8, *, digests: bool = True, **settings: Any
+        ) -> Nodes:
             nodes = []
             for number in range(count):
                 (folder := tmp_path / f"node-{number}").mkdir()
                 nodes.append(stack.enter_context(local_node(folder, slots, peer_port=0, **settings)))
                 nodes[-1].agent._node_id = f"node-{number}"
-            return Nodes(nodes, objects, sizes)
+            return Nodes(nodes, objects, sizes, digests)
 
         yield make
 
@@ -112,11 +116,19 @@ def test_the_store_sends_each_byte_once(nodes_of: Any, layout: str, slots: int):
     assert sum(report.store_bytes for report in reports) == nodes.store.read_bytes
 
 
+@pytest.mark.parametrize("slots", [8, 1000])
+def test_chunks_without_digests_travel_with_one_that_their_home_made(nodes_of: Any, slots: int):
+    nodes = nodes_of(3, (1, 1, 3), slots, digests=False)
+    reports = nodes.load()
+    assert nodes.store.read_bytes == touched_bytes(nodes.plan)
+    assert all(report.peer_bytes > 0 and not report.retries for report in reports)
+
+
 class Rubbish:
     """Serves random bytes for every chunk."""
 
-    def __init__(self, folder: Path, node: str) -> None:
-        self.node = node
+    def __init__(self, folder: Path, node: str, digest: bytes) -> None:
+        self.node, self.digest = node, digest
         self.descriptor = os.open(folder / "rubbish", os.O_RDWR | os.O_CREAT)
         os.write(self.descriptor, os.urandom(CHUNK_BYTES))
 
@@ -124,19 +136,22 @@ class Rubbish:
         return KEY
 
     def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
-        return ServedChunk(self.descriptor, 0, CHUNK_BYTES, lambda received: None)
+        return ServedChunk(self.descriptor, 0, CHUNK_BYTES, self.digest, lambda received: None)
 
 
-@pytest.mark.parametrize("fault", ["refuses", "hangs", "sends other bytes", "was restarted"])
+@pytest.mark.parametrize(
+    "fault", ["refuses", "hangs", "sends other bytes", "was restarted", "sends other bytes and a digest"]
+)
 def test_a_node_without_use_is_left_for_the_store(
     nodes_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
     """The others take something else for node 1. Node 1 itself reads from node 0 all the same."""
     monkeypatch.setattr(chunk_fetcher, "PEER_READ_TIMEOUT_S", 1.0)
-    nodes = nodes_of(2, (1, 1, 2), 100)
-    rubbish = Rubbish(tmp_path, "it")
+    damages = fault.startswith("sends other bytes")
+    nodes = nodes_of(2, (1, 1, 2), 100, digests=not fault.endswith("digest"))
+    rubbish = Rubbish(tmp_path, "it", os.urandom(16) if fault.endswith("digest") else b"")
     with ExitStack() as stack:
-        if fault == "sends other bytes":
+        if damages:
             server = ChunkServer(rubbish, "127.0.0.1", 0)
             stack.callback(server.close)
             nodes.others[1] = Peer("127.0.0.1", server.port, "it")
@@ -149,7 +164,7 @@ def test_a_node_without_use_is_left_for_the_store(
                 listening.close()
         first, second = nodes.load()
     os.close(rubbish.descriptor)
-    assert set(first.retries) == {"peer_damaged" if fault == "sends other bytes" else "peer_unavailable"}
+    assert set(first.retries) == {"peer_damaged" if damages else "peer_unavailable"}
     assert first.store_bytes == first.needed_bytes
     assert second.peer_bytes + second.store_bytes == second.needed_bytes
     assert second.peer_bytes > 0
