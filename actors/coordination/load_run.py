@@ -72,14 +72,16 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
     else:  # the coordinator was killed meanwhile, and knows only what the ranks say
         load_s = max((rank.load_s for rank in ranks), default=0.0)
         start_s = max(0.0, total_s - planned_s - load_s)
+    received = any(node.direct_bytes for node in answers)
+    reason = request.placement_reason(direct=any(node.direct for node in answers), received=received)
     return LoadReport(
         model_id=record.model_id,
         uri=request.uri,
         revision=record.revision,
         verified=plan.verified if plan.verified != "transport" else verified_by(objects),
         signed_by=record.signed_by,
-        placement_mode="direct" if (received := any(node.direct_bytes for node in answers)) else "via_arena",
-        placement_reason=request.placement_reason(direct=any(node.direct for node in answers), received=received),
+        placement_mode="direct" if received else "via_arena",
+        placement_reason="; ".join(filter(None, (reason, record.note))),
         resident=False,
         layout=request.layout,
         model_bytes=plan.model_bytes,

@@ -114,6 +114,7 @@ class ModelRecord:
     total_bytes: int = 0
     revision: str = ""
     signed_by: str = ""  # id of the trusted key that signed its manifest
+    note: str = ""  # for people, about its placements
     placements: dict[int, Placement] = field(default_factory=dict)
     host_bytes: dict[int, int] = field(default_factory=dict)  # by rank: of its host's memory, as was found to fit
     pools: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: ids of what its memory comes out of

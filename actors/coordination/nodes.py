@@ -9,7 +9,7 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,8 @@ from cluster.errors import (
 from cluster.joining.ray_private import available_resources_per_node
 from cluster.messages import NodeFacts, unpack_message
 from cluster.node_settings import node_name
-from cluster.planning.chunk_keys import HeldChunks
+from cluster.planning.chunk_keys import MOST_ASKED, HeldChunks, sampled_keys
+from cluster.planning.packed_plan import PackedPlan, unpack_shared
 from cluster.request import LoadRequest
 from cluster.scheduling.topology import NodeInfo, show_bundles
 from cluster.units import show_some
@@ -133,6 +134,27 @@ async def _with_room(info: NodeInfo) -> NodeInfo:
         window_bytes=facts.window_bytes,
         slot_bytes=facts.slot_bytes,
     )
+
+
+HELD_S = 2.0  # for their answers: other loads wait meanwhile
+
+
+async def with_held(infos: Sequence[NodeInfo], plan: PackedPlan, store_identity: str) -> list[NodeInfo]:
+    """Return the nodes with the part of the model that each has. Those that do not answer have nothing."""
+
+    def keys() -> bytes:
+        tables = unpack_shared(plan.shared)
+        return sampled_keys(tables.shards, tables.chunks, store_identity)
+
+    asked = [info.node_id for info in infos if info.alive][:MOST_ASKED]
+    if len(asked) < 2:
+        return list(infos)
+    try:
+        held = await asyncio.wait_for(held_on(asked, await asyncio.to_thread(keys)), HELD_S)
+    except TimeoutError:
+        return list(infos)
+    shares = {node_id: answer.share for node_id, answer in held.items() if isinstance(answer, HeldChunks)}
+    return [replace(info, held_share=shares.get(info.node_id, 0.0)) for info in infos]
 
 
 async def held_on(node_ids: Iterable[str], keys: bytes) -> dict[str, HeldChunks | str]:

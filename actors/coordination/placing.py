@@ -35,6 +35,7 @@ from actors.coordination.spawn import alongside, finished
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
+from cluster.planning.chunk_keys import note_held
 from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
 from cluster.scheduling.topology import (
@@ -73,6 +74,8 @@ async def take_placements(
         return None
     taken = _cpu_placements(others, worker_groups)
     infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
+    if record.plan is not None:
+        infos = await nodes.with_held(infos, record.plan, request.store.ref.identity())
     gpus = request.gpus_per_rank
     try:
         choice = choose(worker_groups.idle(), infos, layout, request.device, cpu_ranks_per_node, holders, gpus)
@@ -95,26 +98,51 @@ async def take_placements(
         if gpus > 1
         else assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
     )
+    chosen = {infos[index].host: infos[index].held_share for index in assigned if infos[index].held_share}
+    record.note = note_held(chosen) if chosen and len(set(assigned)) < len(infos) else ""
     if request.device == "cuda":
-        await _ask_for(record, [gpus] if gpus > 1 else bundles_for(layout, [info.gpus_free for info in choice.nodes]))
-        try:
-            await nodes.group_ready(record.group, request, holders)
-        except Exception:
-            if not may_wait:
-                await _ask_for(record, [])
-            raise
+        sizes = [gpus] if gpus > 1 else bundles_for(layout, [info.gpus_free for info in choice.nodes])
+        of_rank = (0,) if gpus > 1 else bundle_of_ranks(sizes)
+        of_bundle = dict(zip(of_rank, (infos[index].node_id for index in assigned), strict=True)) if chosen else {}
+        where = [of_bundle[bundle] for bundle in sorted(of_bundle)]
+        if not (where and await _have_group_there(record, sizes, where, holders)):
+            await _ask_for(record, sizes)
+            try:
+                await nodes.group_ready(record.group, request, holders)
+            except Exception:
+                if not may_wait:
+                    await _ask_for(record, [])
+                raise
         await _place_in_group(record)
     else:
         _place(record, [(infos[index].node_id, infos[index].host, None) for index in assigned])
     return None
 
 
-async def _ask_for(record: ModelRecord, sizes: Sequence[int]) -> None:
-    """Give the load a placement group with bundles of so many GPUs, or none. One that is like that stays."""
+async def _have_group_there(
+    record: ModelRecord, sizes: Sequence[int], node_ids: Sequence[str], holders: list[str]
+) -> bool:
+    """Get a placement group with its bundles on these nodes. Return False, and have none, when they are taken now."""
+    await _ask_for(record, [])
+    await _ask_for(record, sizes, node_ids)
+    try:
+        await nodes.group_ready(record.group, record.request, holders)
+    except NotEnoughResources:
+        await _ask_for(record, [])
+        record.note = ""
+        return False
+    return True
+
+
+async def _ask_for(record: ModelRecord, sizes: Sequence[int], node_ids: Sequence[str] = ()) -> None:
+    """Give the load a placement group with bundles of so many GPUs, or none. One that is like that stays.
+
+    `node_ids`: of each bundle, where that matters.
+    """
     if record.group is not None and nodes.bundle_sizes(record.group) != list(sizes):
         await finished(asyncio.to_thread(spawn.remove_group, record.set_group(None)))
     if record.group is None and sizes:
-        await finished(_create_group(record, list(sizes)))
+        await finished(_create_group(record, list(sizes), node_ids))
 
 
 async def _place_in_group(record: ModelRecord) -> None:
@@ -127,9 +155,9 @@ def _place(record: ModelRecord, places: Sequence[nodes.Place]) -> None:
     record.place(Placement(rank, *place) for rank, place in enumerate(places))
 
 
-async def _create_group(record: ModelRecord, sizes: list[int]) -> None:
+async def _create_group(record: ModelRecord, sizes: list[int], node_ids: Sequence[str]) -> None:
     """Note the group at once: whoever ends the load removes it."""
-    record.set_group(await asyncio.to_thread(spawn.create_group, record.worker_group_id, sizes))
+    record.set_group(await asyncio.to_thread(spawn.create_group, record.worker_group_id, sizes, node_ids))
 
 
 def _cpu_placements(models: Iterable[ModelRecord], worker_groups: WorkerGroups) -> list[str]:

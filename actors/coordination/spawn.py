@@ -21,7 +21,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -243,13 +243,17 @@ def find_workers(worker_group_id: str) -> dict[int, tuple[int, Any]]:
     return found
 
 
-def create_group(worker_group_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:
-    """Create a placement group with one bundle for each rank, of this many GPUs each."""
+def create_group(worker_group_id: str, gpus_per_bundle: list[int], node_ids: Sequence[str] = ()) -> PlacementGroup:
+    """Create a placement group with one bundle for each rank, of this many GPUs each.
+
+    `node_ids`: the node of each bundle; without them Ray chooses.
+    """
     group: PlacementGroup = placement_group(
         [{"GPU": float(gpus)} for gpus in gpus_per_bundle],
         strategy="PACK",
         name=group_name(worker_group_id),
         lifetime="detached",
+        bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in node_ids] or None,
     )
     return group
 

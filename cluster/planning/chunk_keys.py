@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.telemetry.report import ModelStatus
+from cluster.units import show_some
 from storage.arena.slots import KEY_BYTES, digest_key, location_key
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import COLLISION_RESISTANT
@@ -45,6 +46,22 @@ def lasting_keys(shards: Sequence[Shard], chunks: ChunkTable, store_identity: st
     return b"".join(chunk_key(shards, chunks, store_identity, chunk) for chunk in range(len(chunks)))
 
 
+MOST_ASKED = 64  # nodes that are asked what they have, before a load is placed
+SAMPLED_CHUNKS = 1024
+
+
+def sampled_keys(shards: Sequence[Shard], chunks: ChunkTable, store_identity: str) -> bytes:
+    """Return the keys of some chunks, spread over the model: all of a small one. They tell which part a node holds."""
+    some = np.unique(np.linspace(0, len(chunks) - 1, min(len(chunks), SAMPLED_CHUNKS)).astype(int)).tolist()
+    return b"".join(chunk_key(shards, chunks, store_identity, chunk) for chunk in some)
+
+
+def note_held(hosts: Mapping[str, float]) -> str:
+    """Return a sentence for people about nodes that were chosen for what they have. `hosts`: host -> part, 0 to 1."""
+    named = show_some((f"{host} ({share:.0%})" for host, share in sorted(hosts.items())), 5, "more nodes")
+    return f"placed on nodes that already have chunks of the model: {named}"
+
+
 BLOCK_CHUNKS = 4096  # chunks that an agent looks up at once; its ranks wait meanwhile
 
 
@@ -69,6 +86,11 @@ class HeldChunks:
     def on_disk(self) -> NDArray[np.bool_]:
         """Return for each chunk whether the node's disk holds it."""
         return self._bits(self.disk)
+
+    @property
+    def share(self) -> float:
+        """Return which part of the chunks the node holds."""
+        return float((self.in_arena() | self.on_disk()).mean()) if self.count else 0.0
 
     def _bits(self, packed: bytes) -> NDArray[np.bool_]:
         return np.unpackbits(np.frombuffer(packed, np.uint8), count=self.count).astype(bool)

@@ -49,7 +49,7 @@ from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConf
 from cluster.layouts.rules import LayoutRules, parse_rules, rules_for
 from cluster.model import in_thread
 from cluster.options import CheckedOptions, Dtype, LoadOptions, collect
-from cluster.planning.chunk_keys import HeldChunks, Holdings, lasting_keys
+from cluster.planning.chunk_keys import MOST_ASKED, HeldChunks, Holdings, lasting_keys, note_held, sampled_keys
 from cluster.planning.make_plan import ReadAmax, amax_reader, plan_changes, plan_model, read_model
 from cluster.planning.packed_plan import rank_facts
 from cluster.planning.plan import LoadPlan
@@ -118,17 +118,23 @@ class AskedCluster:
         infos = self.infos
         device = resolve_device(infos, request.device)
         asked = replace(request, device=device)
+        identity = request.store.ref.identity()
+
+        def holdings(indexes: Sequence[int], keys: bytes) -> Holdings:
+            node_ids = [infos[index].node_id for index in indexes]
+            found: Holdings = self.connection.call("holdings", asked.identity(), plan.revision, node_ids, keys)
+            return found
+
+        if len(infos) > 1 and ranks_per_node is None:  # a load asks them too, before it is placed
+            some = holdings(range(min(len(infos), MOST_ASKED)), sampled_keys(plan.shards, plan.chunks, identity)).nodes
+            shares = {node: held.share for node, held in some.items() if isinstance(held, HeldChunks)}
+            infos = tuple(replace(info, held_share=shares.get(info.node_id, 0.0)) for info in infos)
         placements = place_ranks(infos, asked, ranks_per_node, config.cpu_ranks_per_node)
         there = [index for index in sorted(set(placements)) if index < len(infos)]
-        found: Holdings = self.connection.call(
-            "holdings",
-            asked.identity(),
-            plan.revision,
-            [infos[index].node_id for index in there],
-            lasting_keys(plan.shards, plan.chunks, request.store.ref.identity()),
-        )
+        found = holdings(there, lasting_keys(plan.shards, plan.chunks, identity))
         names = node_names(infos)
         answers = {index: found.nodes[infos[index].node_id] for index in there}
+        chosen = {names[index]: infos[index].held_share for index in there if infos[index].held_share}
         return ClusterView(
             address=self.connection.address,
             rank_nodes=placements,
@@ -136,7 +142,10 @@ class AskedCluster:
             held={index: held for index, held in answers.items() if isinstance(held, HeldChunks)},
             arenas={names[index]: (infos[index].arena_bytes, infos[index].window_bytes) for index in there},
             resident=found.resident,
-            notes=_notes({names[index]: held for index, held in answers.items()}, len(set(placements)) - len(there)),
+            notes=(
+                *((note_held(chosen),) if chosen and len(there) < len(infos) else ()),
+                *_notes({names[index]: held for index, held in answers.items()}, len(set(placements)) - len(there)),
+            ),
         )
 
 

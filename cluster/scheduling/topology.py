@@ -43,6 +43,7 @@ class NodeInfo:
     pools: tuple[MemoryPool, ...] = ()  # the pools of its memory; empty: only `memory_free_bytes` is known
     kept_bytes: int = 0  # host memory that idle workers keep for the load that reuses them
     peer: Peer | None = None  # where its agent serves chunks to other nodes
+    held_share: float = 0.0  # part of the model's chunks that its arena or disk has, as far as is known
 
 
 def resolve_device(nodes: Sequence[NodeInfo], device: str) -> str:
@@ -64,7 +65,8 @@ def assign_ranks(
     """Return the index into `nodes` of each rank. Same input, same answer.
 
     Tensor-parallel groups stay on one node as long as one has room for a whole group. Ranks go to as few nodes as that
-    allows, so that they share chunks. `device` is "cuda" or "cpu" (see `resolve_device`). `holders` are the ids of
+    allows, so that they share chunks. Among nodes with room for equally many groups, one that has chunks of the model
+    comes first. `device` is "cuda" or "cpu" (see `resolve_device`). `holders` are the ids of
     models that hold resources, for the message. Raises NotEnoughResources.
     """
     free = [places_free(node, device, cpu_ranks_per_node) for node in nodes]
@@ -75,7 +77,11 @@ def assign_ranks(
     assigned: list[int] = []
     groups_left = layout.ranks // group_size
     while groups_left and max(free) >= group_size:
-        node = free.index(max(free))  # the node with most room, the first of equals
+
+        def suits(node: int, groups: int = groups_left) -> tuple[int, float, int]:
+            return min(free[node] // group_size, groups), nodes[node].held_share, free[node]
+
+        node = max(range(len(nodes)), key=suits)  # the first of equals
         here = min(free[node] // group_size, groups_left)
         assigned += [node] * (here * group_size)
         free[node] -= here * group_size
@@ -89,9 +95,13 @@ def assign_ranks(
 
 
 def assign_gpus(nodes: Sequence[NodeInfo], gpus: int, holders: Sequence[str] = ()) -> tuple[int, ...]:
-    """Return the index of the node with most free GPUs, for one rank that needs `gpus`. Raises NotEnoughResources."""
+    """Return the index of the node for one rank that needs `gpus`.
+
+    Of the nodes that have them free, one with chunks of the model comes first, then one with most free GPUs. Raises
+    NotEnoughResources.
+    """
     rooms = {index: node.gpus_free for index, node in enumerate(nodes) if node.alive}
-    best = max(rooms, key=lambda index: rooms[index], default=None)
+    best = max(rooms, key=lambda at: (rooms[at] >= gpus, nodes[at].held_share, rooms[at]), default=None)
     if best is None or rooms[best] < gpus:
         per_node = ", ".join(f"{nodes[at].host}: {free} of {nodes[at].gpus_total}" for at, free in rooms.items())
         message = f"the rank needs {gpus} free GPUs on one node ({per_node[:1000] or 'there is none'})"

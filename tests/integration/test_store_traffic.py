@@ -91,3 +91,32 @@ def test_two_nodes_fetch_a_chunk_once_together(
             assert report.store_bytes + report.peer_bytes == sum(node.needed_bytes for node in report.nodes)
             tp = layout["tensor_parallel_size"]
             assert model.call(shard_differs, str(llama.folder), tp, 1, KV_HEADS) == [[]] * 4
+
+
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0)
+def test_a_later_load_on_another_node_asks_the_one_that_has_the_model(longshore: Longshore, llama: StoredModel) -> None:
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
+        with cluster.load(llama.uri, tensor_parallel_size=2, **options) as first:
+            (node,) = first.report.nodes
+            read_bytes = sent_bytes(proxy)
+            with cluster.load(llama.uri, fsdp_size=2, **options) as second:
+                (other,) = second.report.nodes
+                assert other.node != node.node
+                assert (second.report.store_bytes, second.report.peer_bytes) == (0, other.needed_bytes)
+                assert sum(other.peer_bytes_from.values()) == other.needed_bytes
+                assert sent_bytes(proxy) == read_bytes
+                assert second.call(shard_differs, str(llama.folder), 1, 2, KV_HEADS) == [[], []]
+
+
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=-1)
+def test_a_load_is_placed_where_its_chunks_are(longshore: Longshore, llama: StoredModel) -> None:
+    options = {**llama.options, "device": "cpu"}
+    with cluster.load(llama.uri, tensor_parallel_size=2, **options) as first:
+        (node,) = first.report.nodes
+    plan = cluster.plan(llama.uri, fsdp_size=2, **options)
+    assert any("placed on nodes that already have chunks" in note for note in plan.notes)
+    with cluster.load(llama.uri, fsdp_size=2, **options) as second:
+        assert [each.node for each in second.report.nodes] == [node.node]
+        assert "placed on nodes that already have chunks" in second.report.placement_reason
+        assert second.report.store_bytes == 0

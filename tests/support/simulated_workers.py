@@ -29,6 +29,7 @@ from cluster.messages import (
     pack_message,
     unpack_message,
 )
+from cluster.planning.chunk_keys import HeldChunks, key_blocks
 from cluster.planning.packed_plan import unpack_shared
 from cluster.request import StoreAccess
 from cluster.telemetry.report import NodeReport
@@ -229,7 +230,7 @@ class SimAgent:
         pools = (MemoryPool("host", 1 << 40, 1 << 40),)
         return NodeFacts(self.node.host.node_id, self._host, slots, pools, (), "", window_bytes=slots)
 
-    def begin(self, job: NodeJob, shared: bytes) -> bool:
+    def begin(self, job: NodeJob, members: bytes, shared: bytes) -> bool:
         tables = unpack_shared(shared)
         model = self.cluster.planned[shared]
         begun = self.ledger.begin(replace(job, shared=shared), self.node.now_s)
@@ -237,6 +238,9 @@ class SimAgent:
             chunks = {int(chunk) for rank in job.ranks for chunk in tables.chunk_ids(rank)}
             self.node.needed |= {model.content(chunk) for chunk in chunks}
         return begun
+
+    def holds(self, keys: bytes) -> HeldChunks:
+        return HeldChunks.of([held for block in key_blocks(keys) for held in self.ledger.held(block)])
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int) -> None:
         for placement in self.node.ranks:

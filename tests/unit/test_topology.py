@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from cluster.errors import ConfigError, NotEnoughResources
 from cluster.layouts.mesh import Layout
 from cluster.scheduling.topology import (
     NodeInfo,
+    assign_gpus,
     assign_ranks,
     bundle_of_ranks,
     bundles_for,
@@ -139,3 +141,16 @@ def test_groups_are_waited_for_as_wholes() -> None:
     assert bundles_to_wait_for(Layout(8), [], gpus_per_node=4) == [4, 4]
     assert bundles_to_wait_for(Layout(8), [1], gpus_per_node=8) == [8], "a larger one than those there"
     assert show_bundles([8, 8, 1]) == "2 bundles of 8 GPUs, 1 bundle of 1 GPU"
+
+
+def test_a_node_with_chunks_of_the_model_comes_first_where_room_is_equal() -> None:
+    def held(shares: Sequence[float], *free: int) -> list[NodeInfo]:
+        return [replace(node, held_share=share) for node, share in zip(gpu_nodes(*free), shares, strict=True)]
+
+    two = Layout(2, 1, 1)
+    assert assign_ranks(held([0, 0.5, 0], 8, 8, 8), two, "cuda", 8) == (1, 1)
+    assert assign_ranks(held([0, 0.5, 0.7], 8, 8, 2), two, "cuda", 8) == (2, 2)
+    assert assign_ranks(held([0, 0.5, 0], 8, 1, 2), two, "cuda", 8) == (0, 0)  # a whole group on one node counts more
+    assert assign_ranks(held([0, 1, 0], 8, 2, 2), Layout(2, 1, 2), "cuda", 8) == (0, 0, 0, 0)  # and few nodes
+    assert assign_gpus(held([0, 0.5, 0], 8, 4, 8), 4) == (1,)
+    assert assign_gpus(held([0, 0.5, 0], 2, 2, 8), 4) == (2,)
