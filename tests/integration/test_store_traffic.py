@@ -114,7 +114,7 @@ def test_a_load_is_placed_where_its_chunks_are(longshore: Longshore, llama: Stor
     options = {**llama.options, "device": "cpu"}
     with cluster.load(llama.uri, tensor_parallel_size=2, **options) as first:
         (node,) = first.report.nodes
-    plan = cluster.plan(llama.uri, fsdp_size=2, **options)
+    plan = cluster.plan(llama.uri, fsdp_size=2, **llama.options)
     assert any("placed on nodes that already have chunks" in note for note in plan.notes)
     with cluster.load(llama.uri, fsdp_size=2, **options) as second:
         assert [each.node for each in second.report.nodes] == [node.node]
