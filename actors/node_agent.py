@@ -61,6 +61,7 @@ from storage.arena.arena import Arena
 from storage.arena.arena_files import SHM_DIRECTORY, arena_path
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
+from storage.disk.files import DiskReader
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory, gpu_memory
 from storage.host.processes import ProcessId, may_map, processes_mapping
@@ -104,13 +105,20 @@ PEER_WAIT_S = 15.0  # for a chunk that this node is about to read; receivers wai
 class PeerShelf:
     """The chunks that an agent has for other nodes: a `ChunkShelf`. Each call takes the agent's lock.
 
-    A chunk is held, as for a rank, until its receiver has it.
+    A chunk of the arena is held, as for a rank, until its receiver has it. One that only the disk has is sent from
+    there as it is: its receiver checks it.
     """
 
     def __init__(
-        self, changed: threading.Condition, ledger: NodeLedger, usable: Callable[[], Arena], incarnation: str
+        self,
+        changed: threading.Condition,
+        ledger: NodeLedger,
+        usable: Callable[[], Arena],
+        incarnation: str,
+        disk: DiskReader | None,
     ) -> None:
         """`changed`: the agent's lock. `usable`: returns its arena, or raises LongshoreError when it ends."""
+        self._disk = disk
         self.node = incarnation
         self._changed = changed
         self._ledger = ledger
@@ -134,8 +142,13 @@ class PeerShelf:
                     return self._served(*found, chunk, reader, arena, asker)
                 left_s = give_up_s - time.monotonic()
                 if not found or left_s <= 0:
-                    return None
+                    key, size_bytes = self._ledger.on_disk(load_id, chunk)
+                    break
                 self._changed.wait(left_s)
+        if not key or self._disk is None:
+            return None
+        file, offset = self._disk.open_bytes(key, size_bytes)
+        return ServedChunk(file, offset, size_bytes, b"", lambda received: os.close(file))
 
     def _served(
         self, load: NodeLoad, cached: CachedChunk, chunk: int, reader: str, arena: Arena, asker: str
@@ -198,6 +211,7 @@ class NodeAgent:
         self._door: Door | None = None
         self._chunk_server: ChunkServer | None = None
         self._peer: Peer | None = None  # where it serves chunks
+        self._served_disk: DiskReader | None = None
         try:
             self._settings = NodeSettings.here(node_name(self._host, node_id), given)
             config = self._config = self._settings.config
@@ -244,8 +258,9 @@ class NodeAgent:
         port = self._config.peer_port if self._error is None else -1
         if port < 0:
             return
-        shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation)
         try:
+            self._served_disk = DiskReader(self._disk.path) if self._disk.path else None
+            shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation, self._served_disk)
             self._chunk_server = ChunkServer(shelf, host, port)
             self._peer = Peer(host, self._chunk_server.port, self._incarnation)
         except LongshoreError as error:
@@ -388,6 +403,9 @@ class NodeAgent:
             self._door.close()
         if self._chunk_server is not None:
             self._chunk_server.close()
+        if self._served_disk is not None:
+            self._served_disk.close()
+            self._served_disk = None
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

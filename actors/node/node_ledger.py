@@ -299,6 +299,14 @@ class NodeLedger:
             on_the_way = on_the_way or found
         return on_the_way
 
+    def on_disk(self, load_id: str, chunk: int) -> tuple[bytes, int]:
+        """Return key and size of a chunk on the node's disk that another node can check; no key: there is none."""
+        for load in self._parts(load_id):
+            key, size_bytes = load.chunk_on_disk(chunk)
+            if key and load.peers is not None:
+                return key, size_bytes
+        return b"", 0
+
     # -- ranks -------------------------------------------------------------------------------------------------
 
     def batch(self, hello: RankHello) -> int:

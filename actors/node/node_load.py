@@ -163,6 +163,13 @@ class NodeLoad:
         """What this node gets from others, and has for them; None: it reads everything from the store."""
         return self._flow.peers
 
+    def chunk_on_disk(self, chunk: int) -> tuple[bytes, int]:
+        """Return key and size of a chunk that the node's disk has and whose digest is published; else no key."""
+        keys = self._flow.keys
+        if not 0 <= chunk < len(keys.tables.chunks) or not keys.published(chunk)[0]:
+            return b"", 0
+        return keys[chunk] if self._disk.on_disk(keys[chunk]) else b"", self.chunk_bytes(chunk)
+
     def chunk_bytes(self, chunk: int) -> int:
         """Return the size of a chunk."""
         return self._flow.keys.tables.chunks.byte_range(chunk).size_bytes

@@ -249,10 +249,7 @@ class DiskReader:
 
     def read(self, key: bytes, parts: Sequence[memoryview], published: tuple[str, bytes] | None) -> None:
         """Fill `parts` with the verified chunk (see `read_chunk`). Raises DiskChunkUnusable, also for a missing one."""
-        try:
-            file = open_plain(chunk_name(key), self._folder)
-        except FileNotFoundError as exc:
-            raise DiskChunkUnusable("the chunk's file does not exist") from exc
+        file = self._open(key)
         try:
             read_chunk(file, key, parts, published)
             now_ns = time.time_ns()  # the kernel's own timestamps are some milliseconds coarse
@@ -261,6 +258,23 @@ class DiskReader:
             raise DiskChunkUnusable(f"the disk cannot read the file: {exc.strerror}") from exc
         finally:
             os.close(file)
+
+    def open_bytes(self, key: bytes, size_bytes: int) -> tuple[int, int]:
+        """Return (descriptor, offset) of a chunk's bytes, which nobody has checked. The caller closes it.
+
+        Raises DiskChunkUnusable.
+        """
+        file = self._open(key)
+        if os.fstat(file).st_size != HEADER_BYTES + size_bytes:
+            os.close(file)
+            raise DiskChunkUnusable("the file has a wrong size", expected=HEADER_BYTES + size_bytes)
+        return file, HEADER_BYTES
+
+    def _open(self, key: bytes) -> int:
+        try:
+            return open_plain(chunk_name(key), self._folder)
+        except FileNotFoundError as exc:
+            raise DiskChunkUnusable("the chunk's file does not exist") from exc
 
     def close(self) -> None:
         """Close the folder. No read may be running."""

@@ -23,6 +23,7 @@ from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import LocalNode, local_node, plan_of, run_all
+from tests.support.ray_clusters import eventually
 from tests.support.reference_slices import check_exact
 
 KEY = b"key of the load"
@@ -247,3 +248,25 @@ def test_others_are_told_where_a_restarted_agent_serves(nodes_of: Any):
     assert not first.retries
     assert nodes.store.read_bytes == touched_bytes(nodes.plan)
     assert (first.sent_bytes, second.sent_bytes) == (second.peer_bytes, first.peer_bytes)
+
+
+def test_a_later_replica_gets_what_only_the_disk_has(nodes_of: Any, tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    nodes = nodes_of(1, (1, 1, 1), 8, disk_cache_dir=str(tmp_path / "disk"), disk_cache_bytes=1 << 30)
+    nodes.load()
+    first = nodes.nodes[0].agent
+    eventually(lambda: not first._disk.backlog, "the disk is behind")
+    read_bytes = nodes.store.read_bytes
+    (tmp_path / "later").mkdir()
+    with local_node(tmp_path / "later", 1000, peer_port=0) as later:
+        later.agent._node_id = "later"
+        members = Members((NodePeer("later", (0,), None),), b"", (PeerSource(first.facts().peer, "llama", KEY),))
+        later.begin(nodes.plan, "second", members=members)
+        rank = later.rank(nodes.plan, nodes.store, "second", 0)
+        run_all([rank])
+        check_exact([rank], nodes.objects, 1, 1)
+        report = later.agent.report("second")
+    kept = len(list((tmp_path / "disk").rglob("*.chunk")))
+    assert kept > 8  # more than the arena has; the disk keeps what it can without delaying the load
+    assert report.peer_chunks >= kept
+    assert nodes.store.read_bytes - read_bytes == report.store_bytes == report.needed_bytes - report.peer_bytes
