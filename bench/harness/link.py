@@ -57,15 +57,19 @@ class RateLimitedLink:
 
     def limit(self, mbit_per_s: int) -> None:
         """Let the namespace send no faster than that from now on. Raises NoLink."""
-        burst_bytes = max(256 << 10, mbit_per_s * 1_000_000 // 8 // 250)  # what one tick of a slow kernel clock sends
-        token_bucket = ["tbf", "rate", f"{mbit_per_s}mbit", "burst", str(burst_bytes), "latency", "20ms"]
-        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", self._far, "root", *token_bucket)
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", self._far, "root", *token_bucket(mbit_per_s))
 
     def _remove(self) -> None:
         """Remove all that was made. The veth pair goes first: the kernel drops a namespace's devices late."""
         for what in (("link", "delete", self._near), ("netns", "delete", self.namespace)):
             with contextlib.suppress(NoLink):  # not made, or removed already
                 _run("ip", *what)
+
+
+def token_bucket(mbit_per_s: float) -> tuple[str, ...]:
+    """Return the words for `tc` that let a device send no faster than that."""
+    burst_bytes = max(256 << 10, int(mbit_per_s * 1e6 / 8 / 250))  # what one tick of a slow kernel clock sends
+    return ("tbf", "rate", f"{round(mbit_per_s * 1e6)}bit", "burst", str(burst_bytes), "latency", "20ms")
 
 
 def _run(program: str, *arguments: str) -> None:
