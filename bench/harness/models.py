@@ -45,7 +45,7 @@ def make_models(root: Path, size_bytes: int, bucket_name: str = BUCKET) -> Spec:
         raise NoRoom(f"{root} has {free_bytes / 1e9:.1f} GB free; the models and arenas need {need_bytes / 1e9:.1f} GB")
     bucket, first = root / bucket_name, 1 if bucket_name == BUCKET else 4  # the same seed would make equal chunks
     for seed, (name, size) in enumerate(((MODEL, size_bytes), (TWIN, size_bytes), (SMALL, _SMALL_BYTES)), first):
-        _write(bucket / name, size, seed)
+        write_model(bucket / name, size, seed)
         for linked in _LINKED.get(name, ()):
             shutil.copytree(bucket / name, bucket / linked, copy_function=os.link)
             if linked in (XXH3, TWIN_XXH3):
@@ -69,7 +69,7 @@ def write_listing(bucket: Path, name: str) -> None:
     (bucket / name / LISTING).write_text(xml)
 
 
-def _write(folder: Path, size_bytes: int, seed: int) -> None:
+def write_model(folder: Path, size_bytes: int, seed: int) -> None:
     """Write a Llama of about that size.
 
     It is as wide as an 8B model where two layers of that fit, so that tensors have the size of real ones: of each, a

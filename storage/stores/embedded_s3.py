@@ -50,7 +50,7 @@ def find_rclone() -> Path:
 
 
 class EmbeddedS3:
-    """A running `rclone serve s3` on 127.0.0.1. Creating it blocks until it answers (under a second)."""
+    """A running `rclone serve s3`. Creating it blocks until it answers (under a second)."""
 
     def __init__(
         self,
@@ -58,10 +58,13 @@ class EmbeddedS3:
         *,
         access_key_id: str | None = None,
         secret_access_key: str | None = None,
+        host: str = "127.0.0.1",
         port: int = 0,
         start_timeout_s: float = 15.0,
     ) -> None:
-        """Serve `folder`, which must exist. By default keys are random; port 0 takes a free one.
+        """Serve `folder`, which must exist, at an address of this machine. By default keys are random.
+
+        Port 0 takes a free one.
 
         Raises UnsupportedStore without rclone, StoreUnavailable with the end of its log if it does not start.
         """
@@ -79,7 +82,9 @@ class EmbeddedS3:
             raise StoreUnavailable("the folder to serve does not exist", folder=str(self.folder))
         # The kernel sends the child its death signal when the *thread* that forked it ends. So that thread must live as
         # long as the child does; it reads the child's log.
-        self._thread = threading.Thread(target=self._run, args=(program, port), name="embedded-s3", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(program, f"{host}:{port}"), name="embedded-s3", daemon=True
+        )
         self._thread.start()
         try:
             self._wait_ready(time.monotonic() + start_timeout_s)
@@ -130,8 +135,8 @@ class EmbeddedS3:
     ) -> None:
         self.close()
 
-    def _run(self, program: Path, port: int) -> None:
-        command = [str(program), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--vfs-read-wait", "0s"]
+    def _run(self, program: Path, address: str) -> None:
+        command = [str(program), "serve", "s3", "--addr", address, "--vfs-read-wait", "0s"]
         # Without a cached listing, every request would hash the whole file for its ETag. See `refresh`.
         command += ["--dir-cache-time", "1000h", "--vfs-read-chunk-size", "off", str(self.folder)]
         # The user's configuration is ignored. The keys are in the environment, because `ps` does not show it.
