@@ -27,6 +27,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "planning": ("bench.plan_scale",),
     "tensors": ("bench.plan_scale", "--tensors", "30000"),
     "simulated": ("bench.simulate",),
+    "peers": ("bench.peers",),
 }
 SMALL: dict[str, tuple[str, ...]] = {
     "loads": ("--small",),
@@ -39,6 +40,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "planning": ("--layers", "1", "--shards", "8", "--layout", "8x16x8"),
     "tensors": ("--tensors", "300", "--layout", "1x1x1"),
     "simulated": ("--nodes", "1", "--layers", "2"),
+    "peers": ("--nodes", "1,2", "--size", "40MB", "--rounds", "1"),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.harness.hosts import why_not
 from bench.harness.store import NoRangeServer, find_nginx
 from tests.support.head_cluster import run_to_its_end
 
@@ -79,3 +80,17 @@ def test_a_program_without_nginx_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nginx is not installed" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_nodes_that_feed_each_other_are_measured_beside_others(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "bench.peers", "--nodes", "2", "--size", "40MB", "--rounds", "1"]
+    done = run_to_its_end([*command, "--out", str(tmp_path)], 600, cwd=ROOT, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "peers_loads.json").read_text())
+    together, alone = found["loads"]
+    assert (together["way"], alone["way"]) == ("each other", "the store")
+    assert together["bytes_by_source"]["peer"] > 0 == alone["bytes_by_source"]["peer"]
+    assert alone["store_bytes"] > 1.9 * found["model_bytes"] > together["store_bytes"]
+    assert "| 2 | each other |" in done.stdout
