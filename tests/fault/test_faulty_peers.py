@@ -1,0 +1,182 @@
+"""A node that feeds others dies, hangs, is slow or is cut off from one of them in mid-load. The load is exact.
+
+Three hosts with slow links need the whole model, and a fourth one is spare. A proxy counts the bytes of weights that
+leave the store. They are bounded by the reads of each chunk, which depend on the node that is its home. With three
+nodes each is the home of a third of the model, about:
+
+                                    chunks of the faulty node        other chunks
+    nobody is at fault              1                                1
+    a node loses its agent          3: each node reads the store     2: the home, and the faulty node once more
+    a node is lost                  4: the spare node as well        3: it needs what the lost one had, too
+    two nodes do not reach          2: one node each reads the store, for the chunks that have either as home
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import psutil
+import pytest
+
+import cluster
+from bench.harness.hosts import Host
+from cluster import LoadedModel, LoadReport
+from tests.support.fault_proxy import FaultProxy
+from tests.support.net_cluster import HOST_RESOURCE, NetCluster, net_cluster
+from tests.support.ray_clusters import eventually
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+NODES = 3
+MBIT = 24.0  # a link carries the model in seven seconds
+BEGUN = 0.25  # of the bytes to place, when a fault begins
+WINDOW_BYTES = 9 << 20  # less than half of the model, so that chunks do not wait for the late
+AGENT_LOST = 3 / 3 + 2 * 2 / 3  # reads of a chunk of the node's own, and of others: see above
+NODE_LOST = 4 / 3 + 3 * 2 / 3
+PARTED = 2 * 2 / 3 + 1 / 3
+
+
+@pytest.fixture(scope="module")
+def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
+    """This process is connected to it for the tests of one file, as a driver on the head."""
+    with net_cluster(("one", "two", "three", "four"), tmp_path_factory.getbasetemp()) as there:
+        yield there
+
+
+class PeerLoad:
+    """A load by three of the hosts, which feed each other."""
+
+    def __init__(self, net: NetCluster, stored: StoredModel, proxy: FaultProxy, pool: ThreadPoolExecutor) -> None:
+        self.net, self.stored, self.proxy, self._pool = net, stored, proxy, pool
+        self.loading: Future[LoadedModel] = Future()
+
+    def begin(self) -> list[Host]:
+        """Return the hosts of the ranks when every agent has served and a quarter of all bytes are placed."""
+        from ray.util import placement_group
+
+        self._group = placement_group([{HOST_RESOURCE: 1}] * NODES, strategy="STRICT_SPREAD")
+        assert self._group.wait(120)
+        options = {**self.stored.options, "endpoint_url": self.proxy.endpoint_url, "device": "cpu", "timeout_s": 300}
+        layout = {"data_parallel_size": NODES, "placement_group": self._group}
+        self.loading = self._pool.submit(cluster.load, self.stored.uri, **options, **layout)
+        eventually(lambda: self.loading.done() or self._share() >= BEGUN, "the load does not reach its middle")
+        assert not self.loading.done(), self.loading.result().report
+        found = [self.net.host_of(name) for name in sorted(self.net.actor_names("worker-"))]
+        return [host for host in found if host is not None]
+
+    def check(self, most_reads: float) -> LoadReport:
+        """Wait for the load, compare its tensors with the files, and check what it counted. Returns the report.
+
+        `most_reads`: how often a byte of the model leaves the store, at most and on average.
+        """
+        with self.loading.result(300) as model:
+            differs = model.call(shard_differs, str(self.stored.folder), 1, 1, KV_HEADS)
+            report = model.report
+        assert differs == [[]] * NODES
+        for node in report.nodes:
+            sources = node.store_bytes + node.disk_bytes + node.peer_bytes + node.cached_bytes + node.unknown_bytes
+            assert sources == node.needed_bytes + node.refetched_bytes
+        assert sum(report.bytes_by_source.values()) == sum(
+            node.needed_bytes + node.refetched_bytes for node in report.nodes
+        )
+        assert report.peer_bytes > 0
+        sent, needed = self.proxy.weights_bytes(), report.nodes[0].needed_bytes
+        print(
+            f"sent {sent / needed:.2f} of {most_reads:.2f}; {report.load_s:.1f} s; {report.bytes_by_source}; "
+            f"{report.retries}; hedges {report.hedges}"
+        )
+        assert needed <= sent <= needed * most_reads + CHUNK_BYTES * (report.hedges + sum(report.retries.values()))
+        return report
+
+    def agent(self, host: Host) -> psutil.Process:
+        """The process of the host's agent."""
+        (found,) = self.net.ours_on(host, "NodeAgent")
+        return found
+
+    def ready(self) -> int:
+        """Ranks that have everything."""
+        return sum(model.progress.ranks_ready for model in self.net.models())
+
+    def end(self) -> None:
+        """Free the hosts."""
+        from ray.util import remove_placement_group
+
+        remove_placement_group(self._group)
+
+    def _share(self) -> float:
+        progress = [model.progress for model in self.net.models()]
+        return progress[0].placed_bytes / progress[0].total_bytes if progress and progress[0].total_bytes else 0.0
+
+
+@pytest.fixture
+def peers(four_hosts: NetCluster, llama: StoredModel) -> Iterator[PeerLoad]:
+    net = four_hosts
+    net.configure(empty=True, cpu_ranks_per_node=1, peer_port=0, arena_bytes=WINDOW_BYTES, node_wait_s=120)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        FaultProxy(llama.server.endpoint_url, address=net.network.address) as proxy,
+    ):
+        for host in net.network.hosts:
+            host.limit(MBIT)
+        load = PeerLoad(net, llama, proxy, pool)
+        yield load
+        load.end()
+        net.clean()
+
+
+def test_without_a_fault_each_byte_leaves_the_store_once(peers: PeerLoad) -> None:
+    peers.begin()
+    peers.check(1.0)
+
+
+def test_an_agent_is_killed(peers: PeerLoad) -> None:
+    peers.agent(peers.begin()[1]).kill()
+    peers.check(AGENT_LOST)
+
+
+def test_an_agent_hangs_until_the_others_are_ready(peers: PeerLoad) -> None:
+    agent = peers.agent(peers.begin()[1])
+    agent.send_signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: peers.ready() == NODES - 1, lambda: f"{peers.net.models()}", 200)
+    finally:
+        agent.send_signal(signal.SIGCONT)
+    peers.check(AGENT_LOST)
+
+
+def test_a_link_is_ten_times_slower(peers: PeerLoad) -> None:
+    slow = peers.begin()[1]
+    slow.limit(MBIT / 10)
+    report = peers.check(AGENT_LOST)
+    assert report.attempts == 1
+
+
+def test_two_nodes_do_not_reach_each_other(peers: PeerLoad) -> None:
+    first, second, _ = peers.begin()
+    first.part_from(second)
+    second.part_from(first)
+    try:
+        report = peers.check(PARTED)
+    finally:
+        first.meet(second)
+        second.meet(first)
+    assert report.attempts == 1
+
+
+def test_a_node_is_lost_and_a_spare_one_takes_its_place(peers: PeerLoad) -> None:
+    lost = peers.begin()[1]
+    for process in lost.processes():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    try:
+        report = peers.check(NODE_LOST)
+        assert report.attempts == 2
+        assert sorted(rank.incarnation > 0 for rank in report.ranks) == [False, False, True]
+    finally:
+        eventually(lambda: peers.net.node_on(lost) is None, "the node is still taken for living")
+        peers.net.start_node(lost)
