@@ -33,6 +33,7 @@ from cluster.messages import (
     JoinReply,
     LeaseOrder,
     NodeJob,
+    NodePeer,
     Orders,
     RankHello,
     RankUpdate,
@@ -119,18 +120,22 @@ class SimLoad:
     placements: dict[int, SimRank] = field(default_factory=dict)  # the process it started last for each rank
     done: set[int] = field(default_factory=set)
     host: SimRank | None = None  # the process that hosts its only rank, and begins and ends it; else the coordinator
+    deadline_s: float = DEADLINE_S  # of leases
+    node_id: str = ""  # of the node, as in `peers`
+    peers: tuple[NodePeer, ...] = ()  # nodes of the load that feed each other
+    elsewhere: Mapping[int, Sequence[int]] = field(default_factory=dict)  # what ranks on other nodes need
 
     def job(self) -> NodeJob:
         return NodeJob(
             load_id=self.load_id,
             attempt=self.attempt,
-            shared=self.model.shared(self.needs),
+            shared=self.model.shared({**self.elsewhere, **self.needs}),
             store_identity="sim",
             ranks=tuple(self.needs),
             done=frozenset(self.done),
             min_slots=min_slots(len(self.needs)),
             chunk_attempts=CHUNK_ATTEMPTS,
-            lease_deadline_s=DEADLINE_S,
+            lease_deadline_s=self.deadline_s,
             record=b"",
             hedge_factor=2.0 if self.hedge_after_s else 0.0,
             hedge_after_s=self.hedge_after_s,
@@ -138,6 +143,9 @@ class SimLoad:
             again=self.begun_before,
             replaced=self.replaced,
             process=None if self.host is None else self.host.process,
+            peers=self.peers,
+            node_id=self.node_id,
+            peer_key=b"key" if self.peers else b"",
         )
 
 
@@ -232,10 +240,14 @@ class SimRank:
             assert self.node.memory[lease.read_slot] == content, "a kept slot has another chunk"
             return Commit(lease.lease_id, lease.chunk, source=ARENA_READ)
         self.node.fetched[self.load.model, lease.chunk] += 1
+        return Commit(lease.lease_id, lease.chunk, kept=self._keep(lease))
+
+    def _keep(self, lease: LeaseOrder) -> bool:
+        """Copy the chunk to the lease's kept slot, if it has one and there is memory for it."""
         kept = lease.keep_slot != NO_SLOT and self.node.has_memory
         if kept:
-            self.node.write(self, lease.keep_slot, content)
-        return Commit(lease.lease_id, lease.chunk, kept=kept)
+            self.node.write(self, lease.keep_slot, self.load.model.content(lease.chunk))
+        return kept
 
     def begin_place(self, index: int = 0) -> None:
         """Begin to copy a readable chunk, when no copy is under way."""
@@ -468,9 +480,12 @@ class NodeSimulation:
     def start_rank(self, load: SimLoad, rank: int) -> None:
         """A process for the rank, when it has none."""
         if load.begun and not load.ended and rank not in load.placements:
-            placement = SimRank(self, load, rank, load.incarnations[rank])
+            placement = self.new_rank(load, rank, load.incarnations[rank])
             load.placements[rank] = placement
             self.ranks.append(placement)
+
+    def new_rank(self, load: SimLoad, rank: int, incarnation: int) -> SimRank:
+        return SimRank(self, load, rank, incarnation)
 
     def give_up_rank(self, load: SimLoad, rank: int) -> None:
         """Its process is dead or stuck: the next incarnation may come."""
@@ -493,6 +508,9 @@ class NodeSimulation:
     def mapping(self) -> list[SimRank]:
         """Ranks whose processes map the arena."""
         return [rank for rank in self.ranks if rank.alive and rank.has_joined and not rank.left]
+
+    def living(self) -> set[ProcessId]:
+        return {rank.process for rank in self.ranks if rank.alive}
 
     def restart_agent(self) -> None:
         """Kill the agent between two messages. The coordinator sends the loads to its successor."""
@@ -517,8 +535,7 @@ class NodeSimulation:
 
     def tick(self) -> None:
         """Do what the agent's thread does: notice deaths, kill the holders of revoked slots."""
-        living = {rank.process for rank in self.ranks if rank.alive}
-        for process in self.ledger.processes() - living:
+        for process in self.ledger.processes() - self.living():
             self.ledger.process_dead(process, self.now_s)
         for load in self.loads.values():
             if load.host is not None and not load.host.alive:
@@ -546,31 +563,45 @@ class NodeSimulation:
 
     def settle(self, rounds: int = 400) -> None:
         """Run without further faults: loads without an error complete within `rounds` turns of every rank."""
-        for rank in self.ranks:
-            rank.asleep = False
-        self.add_ready(self.slot_count)
+        self.wake()
         for _ in range(rounds):
-            self.end_failed_loads()
-            self.tick()
-            for load in self.loads.values():
-                if load.host is not None and load.host.left and not load.ended:
-                    self.end_load(load)
-            open_loads = [load for load in self.loads.values() if not load.ended]
-            for load in open_loads:
-                self.begin(load)
-                for rank in load.needs:
-                    placement = load.placements.get(rank)
-                    if placement is not None and (not placement.alive or (placement.left and rank not in load.done)):
-                        self.give_up_rank(load, rank)
-                    self.start_rank(load, rank)
-            if all(load.begun and load.done == set(load.needs) for load in open_loads):
+            if self.settle_round():
                 break
-            for rank in self.ranks:
-                self.take_turn(rank)
             self.time_passes(1.0)
         else:
             raise AssertionError("a load does not end though nothing goes wrong any more")
-        for rank in self.ranks:  # abandoned ones that go on all the same
+        self.settle_former()
+
+    def wake(self) -> None:
+        """No process is stopped any more, and every slot has memory."""
+        for rank in self.ranks:
+            rank.asleep = False
+        self.add_ready(self.slot_count)
+
+    def settle_round(self) -> bool:
+        """One turn of everything without faults. Return True when every load has ended."""
+        self.end_failed_loads()
+        self.tick()
+        for load in self.loads.values():
+            if load.host is not None and load.host.left and not load.ended:
+                self.end_load(load)
+        open_loads = [load for load in self.loads.values() if not load.ended]
+        for load in open_loads:
+            self.begin(load)
+            for rank in load.needs:
+                placement = load.placements.get(rank)
+                if placement is not None and (not placement.alive or (placement.left and rank not in load.done)):
+                    self.give_up_rank(load, rank)
+                self.start_rank(load, rank)
+        if all(load.begun and load.done == set(load.needs) for load in open_loads):
+            return True
+        for rank in self.ranks:
+            self.take_turn(rank)
+        return False
+
+    def settle_former(self) -> None:
+        """Abandoned processes that go on all the same learn it."""
+        for rank in self.ranks:
             for _ in range(3):
                 self.take_turn(rank)
 
@@ -584,6 +615,19 @@ class NodeSimulation:
         while rank.readable:
             rank.place()
         rank.exchange()
+
+    def step(self, rank: SimRank, chance: random.Random) -> None:
+        """One thing that a healthy rank does."""
+        which = chance.randrange(8)
+        action = chance.randrange(5)
+        if action == 0:
+            rank.begin_write()
+        elif action == 1:
+            rank.end_write(None, which, at_once=chance.random() < 0.5)
+        elif action == 2:
+            (rank.end_place if rank.copying else rank.begin_place)()
+        else:
+            rank.exchange("arrives", chance.randrange(5), chance.random() < 0.3)
 
     def check_leases(self) -> None:
         """Check that each chunk has one fetch, or two with a hedge, each in a slot of its own."""
@@ -627,7 +671,9 @@ class NodeSimulation:
 
 def check_sources(report: NodeReport) -> None:
     """Check that every needed byte and chunk has a source."""
-    chunks = report.store_chunks + report.disk_chunks + report.cached_chunks + report.unknown_chunks
+    known = report.store_chunks + report.disk_chunks + report.peer_chunks + report.cached_chunks
+    chunks = known + report.unknown_chunks
     assert report.needed_chunks == chunks or report.refetched_chunks >= chunks - report.needed_chunks > 0, report
-    size_bytes = report.store_bytes + report.disk_bytes + report.cached_bytes + report.unknown_bytes
+    known_bytes = report.store_bytes + report.disk_bytes + report.peer_bytes + report.cached_bytes
+    size_bytes = known_bytes + report.unknown_bytes
     assert report.needed_bytes == size_bytes - report.refetched_bytes, report

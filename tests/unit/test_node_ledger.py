@@ -304,7 +304,7 @@ def test_random_lives_keep_the_invariants(seed: int) -> None:
             if chance.random() < trouble:
                 misbehave(node, rank, chance)
             else:
-                step(rank, chance)
+                node.step(rank, chance)
         if chance.random() < 0.3:
             node.time_passes(chance.choice([0.5, 2.0]))
         if chance.random() < trouble:
@@ -314,20 +314,6 @@ def test_random_lives_keep_the_invariants(seed: int) -> None:
     node.settle()
     node.check_reports()
     node.check_nothing_is_left()
-
-
-def step(rank: SimRank, chance: random.Random) -> None:
-    """One thing that a healthy rank does."""
-    which = chance.randrange(8)
-    action = chance.randrange(5)
-    if action == 0:
-        rank.begin_write()
-    elif action == 1:
-        rank.end_write(None, which, at_once=chance.random() < 0.5)
-    elif action == 2:
-        (rank.end_place if rank.copying else rank.begin_place)()
-    else:
-        rank.exchange("arrives", chance.randrange(5), chance.random() < 0.3)
 
 
 def misbehave(node: NodeSimulation, rank: SimRank, chance: random.Random) -> None:
@@ -388,7 +374,7 @@ def test_without_faults_each_chunk_leaves_the_store_once(data: st.DataObject, se
                 if chance.random() < 0.05:
                     node.start_rank(load, rank)
         for rank in [rank for rank in node.ranks if rank.works]:
-            step(rank, chance)
+            node.step(rank, chance)
         node.time_passes(0.01)
     node.settle()
     by_content = [model.content(chunk) for (model, chunk), times in node.fetched.items() for _ in range(times)]
