@@ -50,7 +50,7 @@ def line(outcome: Outcome) -> str:
 
 def in_order(cases: Sequence[Case]) -> list[Case]:
     """Cases with the same settings one after another: each change of them costs a start of everything."""
-    return sorted(cases, key=lambda case: (case.own_cluster, case.arena))
+    return sorted(cases, key=lambda case: (case.own_cluster, case.arena, case.peers))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,13 +58,14 @@ class Bench:
     def configure(self, case: Case, disk: Path) -> None:
         """A coordinator with the settings of the case; the last one where they are the same."""
         settings = dict(SETTINGS)
+        settings["peer_port"] = 0 if case.peers else -1  # all nodes have one address
         if case.arena == "smallest":
             settings["arena_bytes"] = min_slots(RANKS_PER_NODE) * MIB
         if case.disk:
             settings |= {"disk_cache_dir": str(disk), "disk_cache_bytes": 64 * MIB}
         if case.disk == "full" and not os.path.ismount(disk):
             settings["disk_cache_bytes"] = DISK_BYTES
-        self.longshore.configure(empty=case.other_version, **settings)
+        self.longshore.configure(empty=case.other_version or case.peers_damage, **settings)
         if any(strike.name in ("coordinator killed", "node lost") for strike in case.strikes):
             # Idle workers are nobody's after it, and wait for `orphan_after_s`: so would every such case.
             client.release_warm(address=self.longshore.address)

@@ -79,6 +79,8 @@ class Case:
     refused_at: float = -1.0  # as `Strike.at`: another call asks for the same with wrong credentials; below 0: none
     loaded_again: bool = False  # while it is being released
     other_version: bool = False  # the agents of all nodes but the head's run another Longshore
+    peers: bool = False  # nodes feed each other
+    peers_damage: bool = False  # and all nodes but the head's damage what they send
 
     host: str = ""  # one of HOSTS: a process beside the loads hosts their first rank for itself
     host_killed_at: float = 0.0  # as `Strike.at`
@@ -98,7 +100,7 @@ class Case:
     @property
     def own_cluster(self) -> bool:
         """Return whether the case needs agents and arenas that no other case uses."""
-        return bool(self.disk) or self.other_version
+        return bool(self.disk) or self.other_version or self.peers_damage
 
     def __str__(self) -> str:
         loads = " and ".join("x".join(map(str, layout)) for layout in self.layouts)
@@ -118,8 +120,10 @@ class Case:
         strikes += ["loaded again during its release"] if self.loaded_again else []
         strikes += ["agents of another version"] if self.other_version else []
         strikes += [f"a host {self.host}, killed at {self.host_killed_at:.0%}"] if self.host else []
+        strikes += ["nodes send other bytes to each other"] if self.peers_damage else []
         arena = ", smallest arena" if self.arena == "smallest" else ""
-        return f"{loads} {self.placement}{arena}, {self.proof}: {'; '.join([*store, *strikes]) or 'no fault'}"
+        peers = ", peers" if self.peers else ""
+        return f"{loads} {self.placement}{arena}{peers}, {self.proof}: {'; '.join([*store, *strikes]) or 'no fault'}"
 
 
 def world(layout: tuple[int, int, int]) -> int:
@@ -134,13 +138,16 @@ def make_case(seed: int) -> Case:
     proof = rng.choice(PROOFS)
     node_lost, client_killed = rng.random() < 0.08, rng.random() < 0.08
     layouts = tuple(rng.choice(LAYOUTS) for _ in range(rng.choice((1, 1, 1, 2))))
-    if node_lost:
+    peers = rng.random() < 0.7
+    if node_lost or (peers and rng.random() < 0.6):
         layouts = (rng.choice(WIDE_LAYOUTS), *layouts[1:])
     strikes = [_make_strike(rng) for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3)))]
     if node_lost:
         strikes = [*strikes[:1], Strike("node", rng.uniform(0.05, 0.95), rng.randrange(8))]
     if client_killed:
         strikes = [*strikes[:1], Strike("client", rng.random())]
+    # An agent that damages what it sends is none that Ray starts again.
+    peers_damage = peers and rng.random() < 0.1 and all(strike.who in ("worker", "client") for strike in strikes)
     given_up = rng.choice(("cancelled", "timed out", "released")) if rng.random() < 0.12 else ""
     arena = "smallest" if rng.random() < 0.1 else "large"
     disk = rng.choice(("kept", "damaged", "full")) if rng.random() < 0.07 else ""
@@ -163,7 +170,9 @@ def make_case(seed: int) -> Case:
         disk=disk,
         refused_at=rng.random() if rng.random() < 0.12 else -1.0,
         loaded_again=rng.random() < 0.12,
-        other_version=rng.random() < 0.04,
+        other_version=rng.random() < 0.04 and not peers_damage,
+        peers=peers,
+        peers_damage=peers_damage,
         host=rng.choice(HOSTS) if rng.random() < 0.1 else "",
         host_killed_at=rng.random(),
     )

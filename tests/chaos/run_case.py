@@ -98,6 +98,9 @@ class CaseRunner:
             if case.other_version:
                 for node_id in self.longshore.node_ids:
                     self.longshore.start_other_agent(node_id)
+            if case.peers_damage:
+                for node_id in self.longshore.node_ids:
+                    self.longshore.start_damaging_agent(node_id)
             script = StoreScript(case, size_bytes, lambda: bench.replace_objects(case))
             proxy.script = script.script
             strikes = Strikes(self.longshore, case, proxy, size_bytes, bench.credentials)
@@ -143,6 +146,8 @@ class CaseRunner:
                         store_bytes = node.needed_bytes - node.disk_bytes
                         needed_bytes[node.node] = max(store_bytes, needed_bytes.get(node.node, 0))
                     reports.append(model.report)
+                    strikes.struck["nodes fed each other"] |= any(node.peer_chunks for node in model.report.nodes)
+                    strikes.struck["nodes sent other bytes"] += model.report.retries.get("peer_damaged", 0)
                     verdicts.append(self._compare(case, model, running.folder))
                     if case.loaded_again:
                         verdicts.append(self._load_again(running, model))

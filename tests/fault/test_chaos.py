@@ -29,6 +29,7 @@ from tests.support.fault_proxy import Asked, Cut, Delay, Drop, Flip, Refuse, Sho
 
 TWO = (2, 1, 1)
 PLAIN = Case(seed=0, proof="manifest", layouts=(TWO,), placement="via_arena")
+PEERS = replace(PLAIN, layouts=((2, 1, 2),), peers=True)  # four ranks on two nodes
 CASES = {
     "two-loads-a-worker-killed-and-one-stopped": replace(
         PLAIN, seed=1, layouts=(TWO, (1, 1, 2)), strikes=(Strike("worker", 0.4), Strike("worker", 0.6, 1, 2.0))
@@ -46,6 +47,10 @@ CASES = {
     "agents-of-another-version": replace(PLAIN, seed=11, layouts=((2, 2, 1),), other_version=True),
     "host-killed-in-the-smallest-arena": replace(PLAIN, seed=12, arena="smallest", host="killed", host_killed_at=0.3),
     "host-without-its-first-thread": replace(PLAIN, seed=13, host="without its first thread", host_killed_at=0.7),
+    "a-serving-agent-killed": replace(PEERS, seed=14, strikes=(Strike("agent", 0.3),)),
+    "a-serving-agent-stopped": replace(PEERS, seed=15, strikes=(Strike("agent", 0.3, 1, 3.0),)),
+    "nodes-send-other-bytes": replace(PEERS, seed=16, peers_damage=True),
+    "a-serving-node-lost": replace(PEERS, seed=17, arena="smallest", strikes=(Strike("node", 0.5),)),
     "disk-damaged": replace(PLAIN, seed=9, disk="damaged", arena="smallest"),
 }
 
@@ -67,6 +72,10 @@ def test_loads_under_faults_are_exact_or_end_justified(runner: CaseRunner, name:
         assert outcome.struck[strike.name]
     if case.host:
         assert outcome.struck[f"host {case.host}"]
+    if name == "a-serving-agent-stopped":
+        assert outcome.struck["nodes fed each other"]
+    if case.peers_damage:
+        assert outcome.struck["nodes sent other bytes"]
     if case.refused_at >= 0:
         assert outcome.struck["wrong credentials"]
     if case.renewals:
@@ -110,7 +119,7 @@ def test_cases_with_the_same_settings_come_one_after_another(numbers: list[int])
     cases = [make_case(number) for number in numbers]
     ordered = in_order(cases)
     assert Counter(ordered) == Counter(cases)
-    settings_of = [(case.own_cluster, case.arena) for case in ordered]
+    settings_of = [(case.own_cluster, case.arena, case.peers) for case in ordered]
     changes = sum(a != b for a, b in pairwise(settings_of))
     assert changes <= max(0, len(set(settings_of)) - 1)
 

@@ -136,10 +136,6 @@ class Longshore:
 
     def start_other_agent(self, node_id: str) -> None:
         """Start an agent on the node whose process runs another version of Longshore. It ends with Longshore."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from actors.links import RayCoordinatorLink
         from actors.node_agent import NodeAgent
 
         class OtherAgent(NodeAgent):  # local, so that it travels by value
@@ -149,10 +145,51 @@ class Longshore:
                 messages.VERSION = (6, "9.9.9")
                 super().__init__(*arguments)
 
+        self._start_agent(node_id, OtherAgent)
+
+    def start_damaging_agent(self, node_id: str) -> None:
+        """Start an agent on the node that flips a bit of each chunk which it sends to another node."""
+        from actors.node_agent import NodeAgent
+
+        class DamagingAgent(NodeAgent):  # local, as above
+            def __init__(self, *arguments: Any) -> None:
+                import ray
+
+                from actors import node_agent
+                from storage.peers.chunk_server import ServedChunk
+
+                class DamagingShelf(node_agent.PeerShelf):
+                    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
+                        found = super().take(load_id, chunk, asker)
+                        if found is None:
+                            return None
+                        data = bytearray(os.pread(found.descriptor, found.size_bytes, found.offset))
+                        data[len(data) // 2] ^= 1
+                        descriptor = os.memfd_create("damaged")
+                        os.write(descriptor, data)
+
+                        def release(received: bool) -> None:
+                            os.close(descriptor)
+                            found.release(received)
+
+                        return ServedChunk(descriptor, 0, found.size_bytes, release)
+
+                node_agent.PeerShelf = DamagingShelf  # type: ignore[misc]
+                super().__init__(*arguments)
+                self.serve_peers(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+        self._start_agent(node_id, DamagingAgent)
+
+    def _start_agent(self, node_id: str, agent_class: type) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from actors.links import RayCoordinatorLink
+
         config = Config(**TEST_SETTINGS) if self._running is None else self._running
         only_there = NodeAffinitySchedulingStrategy(node_id, soft=False)
         agent = (
-            ray.remote(OtherAgent)
+            ray.remote(agent_class)
             .options(
                 name=agent_name(node_id),
                 namespace=NAMESPACE,
