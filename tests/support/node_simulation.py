@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.node.chunk_flow import NO_MEMBERS, JobTables
 from actors.node.node_ledger import NodeLedger
 from actors.rank.state import FetchedChunk, Next, RankIdentity, RankState
 from cluster.errors import LoadCancelled
@@ -32,6 +33,7 @@ from cluster.messages import (
     FetchFailure,
     JoinReply,
     LeaseOrder,
+    Members,
     NodeJob,
     NodePeer,
     Orders,
@@ -143,10 +145,11 @@ class SimLoad:
             again=self.begun_before,
             replaced=self.replaced,
             process=None if self.host is None else self.host.process,
-            peers=self.peers,
-            node_id=self.node_id,
-            peer_key=b"key" if self.peers else b"",
         )
+
+    def tables(self, job: NodeJob) -> JobTables:
+        members = Members(self.peers, b"key") if self.peers else NO_MEMBERS
+        return JobTables.of(job, members=members, node_id=self.node_id)
 
 
 class SimRank:
@@ -474,7 +477,8 @@ class NodeSimulation:
 
     def begin(self, load: SimLoad) -> None:
         if not load.begun and not load.ended and (load.host is None or load.host.works):
-            load.begun = self.ledger.begin(load.job(), self.now_s)
+            job = load.job()
+            load.begun = self.ledger.begin(job, self.now_s, load.tables(job))
             load.begun_before |= load.begun
 
     def start_rank(self, load: SimLoad, rank: int) -> None:

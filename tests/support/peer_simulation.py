@@ -135,7 +135,7 @@ class PeerRank(SimRank):
 
     def _arrives(self, lease: LeaseOrder, asking: Asking, acknowledged: bool) -> bool:
         if asking.request is None:
-            peer = lease.peers[asking.at]
+            peer = lease.peers[asking.at].peer
             server = self.node.net.server(peer)
             asking.request = Request(self, server, peer, lease.chunk)
         found = asking.request.outcome(acknowledged=acknowledged)
@@ -163,7 +163,8 @@ class PeerRank(SimRank):
     def _fetch(self, lease: LeaseOrder) -> Commit:
         asking = self.asking.get(lease.lease_id, Asking())
         if asking.arrived:
-            return Commit(lease.lease_id, lease.chunk, (), PEER_READ, self._keep(lease), asking.at, asking.failed)
+            commit = Commit(lease.lease_id, lease.chunk, source=PEER_READ, kept=self._keep(lease))
+            return replace(commit, peer=asking.at, failed_peers=asking.failed)
         commit = super()._fetch(lease)
         if not commit.source:
             self.node.net.store_read(self, lease, asking)
