@@ -54,17 +54,13 @@ class NodeLink:
     workers: list[WorkerFlows] = field(default_factory=list)
 
 
-class Network:
-    """Events in order of time: requests that end, and calls at a given time."""
+class Clock:
+    """Calls at given times, in order of time."""
 
-    def __init__(self, store_bytes_s: float, connection_bytes_s: float) -> None:
+    def __init__(self) -> None:
         self.now_s = 0.0
-        self.nodes: list[NodeLink] = []
-        self._store_bytes_s = store_bytes_s
-        self._connection_bytes_s = connection_bytes_s
         self._timed: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._stale = False  # requests began or ended since rates were set
 
     def at(self, time_s: float, then: Callable[[], None]) -> None:
         """Call `then` at that time."""
@@ -72,6 +68,23 @@ class Network:
 
     def after(self, delay_s: float, then: Callable[[], None]) -> None:
         self.at(self.now_s + delay_s, then)
+
+    def run_while(self, goes_on: Callable[[], bool]) -> None:
+        """Make the calls that are due, one after another, as long as it `goes_on` and there are any."""
+        while self._timed and goes_on():
+            self.now_s, _, then = heapq.heappop(self._timed)
+            then()
+
+
+class Network(Clock):
+    """Events in order of time: requests that end, and calls at a given time."""
+
+    def __init__(self, store_bytes_s: float, connection_bytes_s: float) -> None:
+        super().__init__()
+        self.nodes: list[NodeLink] = []
+        self._store_bytes_s = store_bytes_s
+        self._connection_bytes_s = connection_bytes_s
+        self._stale = False  # requests began or ended since rates were set
 
     def request(self, worker: WorkerFlows, size_bytes: int, then: Callable[[], None]) -> None:
         """Begin to move bytes from the store to a worker. Calls `then` when they have arrived."""

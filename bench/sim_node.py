@@ -1,7 +1,8 @@
 """One node in simulated time: the project's own ledger, queue, cache and ranks.
 
 NodeLedger (real, on a ChunkCache without memory) <-- RankHello, RankUpdate (real messages) -- SimRank
-SimRank: a real RankState; requests (bench.sim_flows), one copy at a time to its device
+SimRank: a real RankState; requests, one copy at a time to its device
+StoreRank: its requests go to the store (bench.sim_flows); those between nodes are in bench.sim_peers
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from actors.node.node_ledger import NodeLedger
 from actors.rank.state import FetchedChunk, Next, RankIdentity, RankState
 from bench.huge_model import node_job
-from bench.sim_flows import Network, NodeLink, WorkerFlows
+from bench.sim_flows import Clock, Network, NodeLink, WorkerFlows
 from cluster.messages import Commit, JoinReply, LeaseOrder, Orders, RankUpdate
 from cluster.planning.packed_plan import pack_shared
 from cluster.planning.plan import LoadPlan
@@ -40,6 +41,7 @@ class Rates:
     worker_bytes_s: float = 2 * GB  # a worker process takes in and verifies
     pcie_bytes_s: float = 25 * GB  # of each device
     latency_s: float = 0.03  # of a request, to its first byte
+    peer_latency_s: float = 0.0002  # of a request to another node, to its first byte
     exchange_s: float = 0.001  # a message of a rank to its agent, and the answer
     heartbeat_s: float = 1.0
     threads: int = 32  # requests at once, per rank
@@ -47,7 +49,29 @@ class Rates:
     slow_worker: float = 1.0  # times that the first worker is slower
 
 
-class SimNode:
+class SimAgent:
+    """A node's agent, and its ranks."""
+
+    def __init__(self, clock: Clock, rates: Rates, sizes: list[int], slot_bytes: int) -> None:
+        """`sizes`: bytes of each chunk of the model."""
+        self.clock = clock
+        self.rates = rates
+        self.sizes = sizes
+        self.ledger = NodeLedger(ChunkCache(rates.arena_slots), slot_bytes, chance=random.Random(0))
+        self.ranks: Sequence[SimRank] = ()
+        self.finished_s = 0.0
+
+    @property
+    def complete(self) -> bool:
+        return all(rank.left for rank in self.ranks)
+
+    def notify(self) -> None:
+        """Let ranks that wait for orders ask again after a change, as threads in the agent do."""
+        for rank in self.ranks:
+            rank.poll()
+
+
+class SimNode(SimAgent):
     """Simulates `copies` equal nodes with these ranks of the plan."""
 
     def __init__(
@@ -60,16 +84,20 @@ class SimNode:
         copies: int = 1,
     ) -> None:
         """`ranks`: rank of the plan -> chunk -> bytes that it copies (see `place_bytes`)."""
-        self.network = network
-        self.rates = rates
+        super().__init__(network, rates, plan.chunks.sizes_bytes().tolist(), slot_bytes)
         self.copies = copies
-        self.sizes: list[int] = plan.chunks.sizes_bytes().tolist()
         self.link = NodeLink(rates.nic_bytes_s, copies)
         network.nodes.append(self.link)
-        self.ledger = NodeLedger(ChunkCache(rates.arena_slots), slot_bytes, chance=random.Random(0))
-        self.ranks = [SimRank(self, rank, index, places) for index, (rank, places) in enumerate(ranks.items())]
-        self.finished_s = 0.0
+        self.ranks = [
+            StoreRank(self, rank, network, self._flows(index), places)
+            for index, (rank, places) in enumerate(ranks.items())
+        ]
         self._job = node_job(pack_shared(plan), tuple(ranks))
+
+    def _flows(self, index: int) -> WorkerFlows:
+        flows = WorkerFlows(self.link, self.rates.worker_bytes_s / (1 if index else self.rates.slow_worker))
+        self.link.workers.append(flows)
+        return flows
 
     def begin(self) -> None:
         """Give the agent its job, then let the ranks join."""
@@ -77,25 +105,14 @@ class SimNode:
         for rank in self.ranks:
             rank.join()
 
-    @property
-    def complete(self) -> bool:
-        return all(rank.left for rank in self.ranks)
-
-    def notify(self) -> None:
-        """Let ranks that wait for orders ask again after a change, as threads in the agent do."""
-        for rank in self.ranks:
-            rank.poll()
-
 
 class SimRank:
-    """A rank: the real `RankState`, with its requests, copies and messages as events of the network."""
+    """A rank: the real `RankState`, with its requests, copies and messages as events of the clock."""
 
-    def __init__(self, node: SimNode, rank: int, index: int, chunk_place_bytes: dict[int, int]) -> None:
+    def __init__(self, node: SimAgent, rank: int, chunk_place_bytes: dict[int, int]) -> None:
         self.node, self.rank = node, rank
         self.left = False  # it has everything and has reported it
-        self.fetched_bytes = 0
-        self.flows = WorkerFlows(node.link, node.rates.worker_bytes_s / (1 if index else node.rates.slow_worker))
-        node.link.workers.append(self.flows)
+        self.fetched_bytes = 0  # from the store
         rates = node.rates
         self.state = RankState(
             RankIdentity(LOAD, 1, rank, 0, ProcessId(rank + 1, 1)),
@@ -116,9 +133,9 @@ class SimRank:
 
     def join(self) -> None:
         node, hello = self.node, self.state.hello()
-        known = node.ledger.join(hello, node.network.now_s) is True
+        known = node.ledger.join(hello, node.clock.now_s) is True
         reply = JoinReply("", known=known, batch=node.ledger.batch(hello))
-        self.state.welcomed(hello, reply, node.network.now_s)
+        self.state.welcomed(hello, reply, node.clock.now_s)
         self._act()
 
     def poll(self) -> None:
@@ -126,20 +143,20 @@ class SimRank:
         if self._waits_with is None:
             return
         update = self._waits_with
-        orders = self.node.ledger.orders_for(update, self.node.network.now_s)
+        orders = self.node.ledger.orders_for(update, self.node.clock.now_s)
         if orders is not None:
             self._waits_with = None
             self._obey(update, orders)
 
     def _act(self) -> None:
         """Start the requests, the copy and the message that may start now."""
-        state, network, now_s = self.state, self.node.network, self.node.network.now_s
+        state, clock, now_s = self.state, self.node.clock, self.node.clock.now_s
         while (lease := state.next_lease(now_s)) is not None:
-            network.after(self.node.rates.latency_s, self._request(lease))
+            self._fetch(lease)
         if not state.copying and (chunks := state.next_chunks(PLACE_BATCH, now_s)):
             sizes_bytes = {chunk: self._place_bytes[chunk] for chunk, _ in chunks}
             copy_s = sum(sizes_bytes.values()) / self.node.rates.pcie_bytes_s
-            network.after(copy_s, lambda: self._copied(sizes_bytes))
+            clock.after(copy_s, lambda: self._copied(sizes_bytes))
         if state.finished and not state.draining:
             state.drain(now_s, finish=True)
         if self._talking or self.left:
@@ -149,7 +166,7 @@ class SimRank:
             self._send()
         elif due_s < self._wakes_s:
             self._wakes_s = due_s
-            network.at(due_s, self._wake)
+            clock.at(due_s, self._wake)
 
     def _wake(self) -> None:
         self._wakes_s = math.inf
@@ -160,12 +177,12 @@ class SimRank:
     def _send(self) -> None:
         self._talking = True
         leaving = self.state.finished and self.state.drained
-        update = self.state.update(self.node.network.now_s, leaving=leaving)
-        self.node.network.after(self.node.rates.exchange_s, lambda: self._arrives(update))
+        update = self.state.update(self.node.clock.now_s, leaving=leaving)
+        self.node.clock.after(self.node.rates.exchange_s, lambda: self._arrives(update))
 
     def _arrives(self, update: RankUpdate) -> None:
         node = self.node
-        orders, moved = node.ledger.exchange(update, node.network.now_s)
+        orders, moved = node.ledger.exchange(update, node.clock.now_s)
         if orders is None and update.wait_s:
             self._waits_with = update
         else:
@@ -176,29 +193,44 @@ class SimRank:
     def _obey(self, update: RankUpdate, orders: Orders) -> None:
         self._talking = False
         orders = replace(orders, requests=0)  # the number of requests is stated, not searched for
-        if self.state.answered(update, orders, self.node.network.now_s) is Next.LEFT:
+        if self.state.answered(update, orders, self.node.clock.now_s) is Next.LEFT:
             self.left = True
-            self.node.finished_s = self.node.network.now_s
+            self.node.finished_s = self.node.clock.now_s
         else:
             self._act()
 
     # -- requests and copies -----------------------------------------------------------------------------------
 
-    def _request(self, lease: LeaseOrder) -> Callable[[], None]:
-        size_bytes, begun_s = self.node.sizes[lease.chunk], self.node.network.now_s
+    def _fetch(self, lease: LeaseOrder) -> None:
+        """Begin the request for a chunk."""
+        raise NotImplementedError
+
+    def _copied(self, sizes_bytes: dict[int, int]) -> None:
+        self.state.chunks_placed(sizes_bytes, self.node.clock.now_s)
+        self._act()
+
+
+class StoreRank(SimRank):
+    """A rank that reads everything from the store."""
+
+    def __init__(
+        self, node: SimAgent, rank: int, network: Network, flows: WorkerFlows, chunk_place_bytes: dict[int, int]
+    ) -> None:
+        super().__init__(node, rank, chunk_place_bytes)
+        self.flows = flows
+        self._network = network
+
+    def _fetch(self, lease: LeaseOrder) -> None:
+        size_bytes, begun_s = self.node.sizes[lease.chunk], self._network.now_s
 
         def done() -> None:
-            now_s = self.node.network.now_s
+            now_s = self._network.now_s
             self.fetched_bytes += size_bytes
             result = FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk))
             self.state.fetch_ended(result, size_bytes, now_s - begun_s, now_s)
             self._act()
 
-        return lambda: self.node.network.request(self.flows, size_bytes, done)
-
-    def _copied(self, sizes_bytes: dict[int, int]) -> None:
-        self.state.chunks_placed(sizes_bytes, self.node.network.now_s)
-        self._act()
+        self._network.after(self.node.rates.latency_s, lambda: self._network.request(self.flows, size_bytes, done))
 
 
 def place_bytes(plan: LoadPlan, rank: int) -> dict[int, int]:

@@ -114,7 +114,7 @@ def _result(case: Case, rates: Rates, plan: LoadPlan, nodes: Sequence[SimNode]) 
         at_least("NIC", needed / node.rates.nic_bytes_s)
         request_s = len(chunks) * rates.latency_s + needed / rates.connection_bytes_s
         at_least("connections", request_s / (len(node.ranks) * rates.threads))
-        at_least("workers", needed / sum(rank.flows.worker_bytes_s for rank in node.ranks))
+        at_least("workers", needed / sum(flows.worker_bytes_s for flows in node.link.workers))
         for rank in node.ranks:
             at_least("PCIe", rank.placed_bytes / node.rates.pcie_bytes_s)
     bottleneck = max(ideals, key=lambda name: ideals[name])
