@@ -103,6 +103,7 @@ class PeerRoutes:
                 needed[tables.chunk_ids(rank)] = True
             self._needs[number] = np.packbits(needed)
         self._orders: dict[bytes, _Order] = {}
+        self._found: dict[int, tuple[_Order, int, int | None]] = {}  # by chunk; each is looked for some ten times
         self._left_out: dict[int, float] = {}  # nodes that did not answer this one, and until when
         self._lenders_out: dict[Peer, float] = {}  # the same of lenders
         self._bypassed: dict[int, float] = {}  # nodes that others left out, and until when
@@ -195,6 +196,10 @@ class PeerRoutes:
 
     def _find(self, chunk: int) -> tuple[_Order, int, int | None]:
         """Return the chunk's order, its turn, and this node's place in it."""
+        if (found := self._found.get(chunk)) is not None:
+            return found
+        if len(self._found) >= _KEPT_ORDERS:
+            self._found.clear()
         needs = (self._needs[:, chunk >> 3] >> (7 - (chunk & 7))) & 1
         key = np.packbits(needs).tobytes()
         order = self._orders.get(key)
@@ -203,7 +208,8 @@ class PeerRoutes:
                 self._orders.clear()
             order = self._orders[key] = _Order(np.flatnonzero(needs[self._group]), self._serving)
         turn = order.turn(chunk)
-        return order, turn, order.place(self._own, turn)
+        found = self._found[chunk] = order, turn, order.place(self._own, turn)
+        return found
 
 
 def _groups(nodes: Sequence[NodePeer], node_id: str, tables: SharedTables) -> list[list[NodePeer]]:
