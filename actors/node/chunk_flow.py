@@ -389,14 +389,15 @@ class ChunkFlow:
         read = NO_SLOT if lease is None or lease.read is None else lease.read.slot
         keep = NO_SLOT if lease is None or lease.keep is None else lease.keep.slot
         peers: tuple[PeerSource, ...] = ()
+        feeds = False
         if self.peers is not None and slot != DIRECT:
             # A second lease on a slow chunk, and a chunk that failed before, are read from the store.
             from_peers = may_use_disk and not on_disk and read == NO_SLOT and not self.queue.failures(chunk)
-            peers = self.peers.leased(lease_id, chunk, from_peers=from_peers)
+            peers, feeds = self.peers.leased(lease_id, chunk, from_peers=from_peers)
         if lease is not None and lease.read is None and may_use_disk and not peers:
             self.hedges.begun(lease_id, chunk, now_s)
         passes = self.peers is not None and not self.keys.published(chunk)[0]
-        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep, peers, passes)
+        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep, peers, passes, feeds)
 
     def _running(self) -> set[str]:
         """Return the ids of all leases."""

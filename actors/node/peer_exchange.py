@@ -115,13 +115,16 @@ class PeerExchange:
             if aside:
                 self._queue.waiting_for([("aside", heapq.heappop(aside))])
 
-    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[PeerSource, ...]:
-        """Note a lease. Return the nodes to read the chunk from, in this order; none: from the store."""
+    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool]:
+        """Note a lease. Return the nodes to read the chunk from, in this order, and whether others read it from here.
+
+        No nodes: it comes from the store.
+        """
         sources = tuple(self._routes.sources(chunk)) if from_peers else ()
         feeds = bool(self._routes.askers(chunk) - self._late)
         if sources or feeds:
             self._leases[lease_id] = _PeerLease(chunk, sources, feeds)
-        return sources
+        return sources, feeds
 
     def committed(self, commit: Commit, cached: CachedChunk, now_s: float) -> None:
         """A lease has brought its chunk, which is at `cached`. It stays in the window until the others have it.

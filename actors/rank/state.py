@@ -68,6 +68,7 @@ class Results:
     retries: Counter[str] = field(default_factory=Counter)  # by cause
     requests: list[tuple[int, float, float]] = field(default_factory=list)  # bytes, seconds, when it ended
     throttled: int = 0
+    awaited: bool = False  # other nodes wait for one of the chunks
     since_s: float = math.inf  # when the first lease ended, or the first chunk was placed
 
     def __len__(self) -> int:
@@ -268,6 +269,7 @@ class RankState:
         elif result.failure is not None and asks_for_fewer_requests(cause_of(result.failure.error)):
             self._was_throttled()
         self.results.add(result, now_s)
+        self.results.awaited = self.results.awaited or (lease.feeds and commit is not None)
 
     def turns_to_store(self, lease_id: str, now_s: float) -> None:
         """The fetch goes on from the store, as another node did not send the chunk."""
@@ -556,6 +558,8 @@ class RankState:
 
     def _is_worth_a_message(self) -> bool:
         if self.error is not None or self.finished or not self._goes_on():
+            return True
+        if self.results.awaited:
             return True
         if self.requests > self._reported_requests or self.results.throttled:
             return True  # it can take on more leases, or should take on fewer
