@@ -30,6 +30,7 @@ from storage.host.processes import ProcessId
 
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
 PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
+MOST_READERS = 24  # with so many requests in line to be sent, further ones are quicker at another node
 _ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
 
 
@@ -155,6 +156,8 @@ class PeerExchange:
         if not self._queue.knows(chunk):
             return False
         self._routes.asked_by(asker, chunk, now_s)
+        if len(self._reading) >= MOST_READERS and (chunk, asker) not in self._asking:
+            return False
         cached = self._cache.copy(self._keys[chunk])
         if cached is not None and self._needs_digest and chunk not in self._digests:
             return False  # another load brought it: nobody knows whether these are the bytes that were read
