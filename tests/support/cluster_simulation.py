@@ -270,10 +270,14 @@ def counters_of(shown: Snapshot) -> dict[Key, float]:
 
 
 class ClusterSimulation:
-    """A simulated cluster. `slots`: of every arena. `roomy`: nothing is evicted, so fetches can be counted."""
+    """A simulated cluster. `slots`: of every arena. `roomy`: nothing is evicted, so fetches can be counted.
+
+    With every second seed nodes feed each other.
+    """
 
     def __init__(self, seed: int, *, hosts: int, slots: int, roomy: bool, node_wait_s: float = 0.0) -> None:
         self.clock = Clock(seed)
+        self.peers = seed // 2 % 2 == 1
         self.roomy, self.slots = roomy, slots
         self.config = Config.from_env(
             {},

@@ -462,7 +462,7 @@ class NodeSimulation:
     def host_rank(self, model: SimModel, chunks: Sequence[int]) -> SimRank:
         """Make a process that begins a load of one rank for itself, without a coordinator."""
         load = SimLoad(f"hosted-{len(self.loads)}", model, {0: chunks}, self.hedge_after_s, incarnations={0: 0})
-        load.host = load.placements[0] = SimRank(self, load, 0, 0)
+        load.host = load.placements[0] = self.new_rank(load, 0, 0)
         self.loads[load.load_id] = load
         self.ranks.append(load.host)
         return load.host

@@ -35,7 +35,7 @@ LOAD = "load"
 class Request:
     """A chunk that a rank reads from another node, on a connection of its own."""
 
-    def __init__(self, rank: PeerRank, server: PeerNode, peer: Peer, chunk: int) -> None:
+    def __init__(self, rank: PeerRank, server: ServingNode, peer: Peer, chunk: int) -> None:
         self.rank, self.server, self.peer, self.chunk = rank, server, peer, chunk
         self.begun_s = rank.node.now_s
         self.reader = f"peer-{next(server.pids)}"
@@ -59,7 +59,7 @@ class Request:
             cut_early = not (self.accepted or server.hangs)
             return "failed" if waited_s > (CONNECT_TIMEOUT_S if cut_early else PEER_READ_TIMEOUT_S) else ""
         if not self.accepted:
-            if server.peer != self.peer or not server.ledger.peer_key(LOAD):
+            if server.peer != self.peer or not server.ledger.peer_key(self.rank.load.load_id):
                 return "failed"
             self.accepted = True
             server.requests.append(self)
@@ -88,9 +88,9 @@ class Asking:
 class PeerRank(SimRank):
     """A rank that reads chunks from the nodes that its leases name."""
 
-    node: PeerNode
+    node: ServingNode
 
-    def __init__(self, node: PeerNode, load: SimLoad, rank: int, incarnation: int) -> None:
+    def __init__(self, node: ServingNode, load: SimLoad, rank: int, incarnation: int) -> None:
         super().__init__(node, load, rank, incarnation)
         self.asking: dict[str, Asking] = {}  # by lease
         self.no_peers: dict[str, str] = {}  # lease that names no other node -> why
@@ -129,15 +129,13 @@ class PeerRank(SimRank):
         super()._end(error)
 
     def _obey(self, update: RankUpdate, orders: Orders | None) -> None:
-        for lease in () if orders is None else orders.leases:
-            self.no_peers[lease.lease_id] = self.node.net.why_no_peers(self, lease.chunk)
+        self.node.note_leases(self, () if orders is None else orders.leases)
         super()._obey(update, orders)
 
     def _arrives(self, lease: LeaseOrder, asking: Asking, acknowledged: bool) -> bool:
         if asking.request is None:
             peer = lease.peers[asking.at].peer
-            server = self.node.net.server(peer)
-            asking.request = Request(self, server, peer, lease.chunk)
+            asking.request = Request(self, self.node.server(peer), peer, lease.chunk)
         found = asking.request.outcome(acknowledged=acknowledged)
         if found == "arrived":
             asking.arrived = True
@@ -167,26 +165,48 @@ class PeerRank(SimRank):
             return replace(commit, peer=asking.at, failed_peers=asking.failed)
         commit = super()._fetch(lease)
         if not commit.source:
-            self.node.net.store_read(self, lease, asking)
+            self.node.note_store_read(self, lease, asking)
         return replace(commit, failed_peers=asking.failed)
 
 
-class PeerNode(NodeSimulation):
-    """A node whose agent serves chunks to the others. `net`: the load with all its nodes."""
+class ServingNode(NodeSimulation):
+    """A node whose agent serves chunks to the other nodes of its loads."""
 
-    def __init__(self, net: PeerSimulation, number: int, slot_count: int, seed: int, kept_slots: int) -> None:
-        super().__init__(slot_count, seed=seed, kept_slots=kept_slots)
-        self.net, self.number, self.node_id = net, number, f"node-{number}"
-        self.lives = True
-        self.hangs = False  # the agent's process is stopped
-        self.flips = False  # every chunk that it sends is damaged on its way
+    node_id: str
+    flips = False  # every chunk that it sends is damaged on its way
+
+    def __init__(self, slot_count: int, *, seed: int = 0, hedge_after_s: float = 0.0, kept_slots: int = 0) -> None:
+        super().__init__(slot_count, seed=seed, hedge_after_s=hedge_after_s, kept_slots=kept_slots)
         self.requests: list[Request] = []  # of others, at this agent
-        self._start_agent()
 
-    def _start_agent(self) -> None:
+    def start_serving(self) -> None:
+        """Its agent is a new process."""
         number = next(self.pids)
         self.process = ProcessId(number, start_time=number)
         self.peer = Peer(self.node_id, 1, f"agent-{number}")
+
+    @property
+    def lives(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def hangs(self) -> bool:
+        """True while its agent's process answers nothing, and is not dead."""
+        raise NotImplementedError
+
+    def is_cut_from(self, other: ServingNode) -> bool:
+        """Return whether they do not reach each other."""
+        raise NotImplementedError
+
+    def server(self, peer: Peer) -> ServingNode:
+        """Return the node with that address."""
+        raise NotImplementedError
+
+    def note_leases(self, rank: PeerRank, leases: Sequence[LeaseOrder]) -> None:
+        """The rank has got these leases."""
+
+    def note_store_read(self, rank: PeerRank, lease: LeaseOrder, asking: Asking) -> None:
+        """The rank has read the chunk from the store."""
 
     def new_rank(self, load: SimLoad, rank: int, incarnation: int) -> SimRank:
         return PeerRank(self, load, rank, incarnation)
@@ -194,14 +214,21 @@ class PeerNode(NodeSimulation):
     def living(self) -> set[ProcessId]:
         return super().living() | {self.process}
 
-    def is_cut_from(self, other: PeerNode) -> bool:
-        return frozenset((self.number, other.number)) in self.net.cuts
-
     def check_unread(self, slot: int) -> None:
         super().check_unread(slot)
         assert slot not in {request.cached.slot for request in self.requests if request.cached is not None}, (
             "a writer where another node reads"
         )
+
+    def kill(self, rank: SimRank) -> None:
+        super().kill(rank)
+        assert isinstance(rank, PeerRank)
+        rank.close_requests()
+
+    def restart_agent(self) -> None:
+        self.break_requests()
+        self.start_serving()
+        super().restart_agent()
 
     # -- requests of other nodes -------------------------------------------------------------------------------
 
@@ -214,8 +241,8 @@ class PeerNode(NodeSimulation):
                 self.end_request(request, received=False)
                 request.broken = True
             return
-        asker = request.rank.node.node_id
-        found = self.ledger.take_for_peer(LOAD, request.chunk, self.process, request.reader, asker, self.now_s)
+        asker, load_id = request.rank.node.node_id, request.rank.load.load_id
+        found = self.ledger.take_for_peer(load_id, request.chunk, self.process, request.reader, asker, self.now_s)
         if not isinstance(found, bool):
             request.load, request.cached = found
             request.sent_s = self.now_s
@@ -239,10 +266,34 @@ class PeerNode(NodeSimulation):
                 received=received,
             )
 
-    def _break_requests(self) -> None:
+    def break_requests(self) -> None:
         for request in self.requests:
             request.broken = True
         self.requests.clear()
+
+
+class PeerNode(ServingNode):
+    """A node of `net`, which is one load with all its nodes."""
+
+    lives = True
+    hangs = False
+
+    def __init__(self, net: PeerSimulation, number: int, slot_count: int, seed: int, kept_slots: int) -> None:
+        super().__init__(slot_count, seed=seed, kept_slots=kept_slots)
+        self.net, self.number, self.node_id = net, number, f"node-{number}"
+        self.start_serving()
+
+    def is_cut_from(self, other: ServingNode) -> bool:
+        return isinstance(other, PeerNode) and frozenset((self.number, other.number)) in self.net.cuts
+
+    def server(self, peer: Peer) -> ServingNode:
+        return next(node for node in self.net.nodes if node.node_id == peer.host)
+
+    def note_leases(self, rank: PeerRank, leases: Sequence[LeaseOrder]) -> None:
+        rank.no_peers |= {lease.lease_id: self.net.why_no_peers(rank, lease.chunk) for lease in leases}
+
+    def note_store_read(self, rank: PeerRank, lease: LeaseOrder, asking: Asking) -> None:
+        self.net.store_read(rank, lease, asking)
 
     # -- what happens to the node ------------------------------------------------------------------------------
 
@@ -258,20 +309,13 @@ class PeerNode(NodeSimulation):
     def deliver(self, message: RankHello | RankUpdate, fate: str) -> object:
         return None if self.hangs else super().deliver(message, fate)
 
-    def kill(self, rank: SimRank) -> None:
-        super().kill(rank)
-        assert isinstance(rank, PeerRank)
-        rank.close_requests()
-
     def restart_agent(self) -> None:
-        self._break_requests()
         self.hangs = False
-        self._start_agent()
         super().restart_agent()
 
     def die(self) -> None:
         self.lives = False
-        self._break_requests()
+        self.break_requests()
         for rank in self.ranks:
             self.kill(rank)
 
@@ -369,9 +413,6 @@ class PeerSimulation:
         )
         return found if sum(node.peer is not None for node in found) > 1 else ()
 
-    def server(self, peer: Peer) -> PeerNode:
-        return next(node for node in self.nodes if node.node_id == peer.host)
-
     def begin(self) -> None:
         """All agents get to know the load."""
         for node in self.living:
@@ -454,8 +495,18 @@ class PeerSimulation:
             if self.requests:
                 request = chance.choice(self.requests)
                 request.server.serve(request)
+                self.check_no_circle()
             if self.is_done:
                 return
+
+    def check_no_circle(self) -> None:
+        """Check that no nodes wait in a circle for one chunk."""
+        waits = {(request.rank.node, request.chunk): request.server for request in self.requests if not request.cached}
+        for node, chunk in waits:
+            at: ServingNode | None = node
+            for _ in self.nodes:
+                at = None if at is None else waits.get((at, chunk))
+            assert at is None, f"nodes wait in a circle for chunk {chunk}: {self.waiting()}"
 
     @property
     def is_done(self) -> bool:

@@ -39,7 +39,9 @@ from storage.arena.slots import SlotState
 from storage.errors import AccessDenied, ArenaBusy, LongshoreError, StoreUnavailable
 from storage.host.memory import MemoryPool
 from storage.host.processes import ProcessId
-from tests.support.node_simulation import CHUNK_BYTES, NodeSimulation, SimLoad, SimModel, SimRank, SimTables
+from storage.peers import Peer
+from tests.support.node_simulation import CHUNK_BYTES, SimLoad, SimModel, SimRank, SimTables
+from tests.support.peer_simulation import ServingNode
 from tests.support.simulated_ray import Host, Later, SimActor
 
 if TYPE_CHECKING:
@@ -47,10 +49,11 @@ if TYPE_CHECKING:
 
 AGENT_GONE_S = 60.0  # see actors.rank.loader
 PACES_S = (0.05, 0.2, 0.2, 1.0)  # a rank does something so often
+SERVES_S = 0.1  # an agent looks so often at what other nodes ask for
 TROUBLES = ("twice", "unanswered", "late", "lost")
 
 
-class SimHost(NodeSimulation):
+class SimHost(ServingNode):
     """A node whose ranks, agent and messages live by the cluster's clock."""
 
     def __init__(self, cluster: ClusterSimulation, host: Host, slot_count: int) -> None:
@@ -59,13 +62,29 @@ class SimHost(NodeSimulation):
             hedge_after_s=cluster.config.hedge_after_s if cluster.config.hedge_factor else 0.0,
             kept_slots=slot_count if len(cluster.hosts) % 2 else 0,  # on every second node
         )
-        self.cluster, self.host = cluster, host
+        self.cluster, self.host, self.node_id = cluster, host, host.node_id
+        self.start_serving()
         self.journal.epoch = host.node_id  # the same in every life of the same seed
         self.agent: SimAgent | None = None
         self.workers: dict[ProcessId, SimWorker] = {}
         self.spare_fetches = 0  # what was in flight at faults may be fetched once more
         self.needed: set[object] = set()
         self.version = VERSION  # of the agents that start there from now on
+
+    @property
+    def lives(self) -> bool:
+        """False for other nodes too while its agent is down: nothing listens there."""
+        return self.host.lives and self.agent is not None and self.agent.up
+
+    @property
+    def hangs(self) -> bool:
+        return False
+
+    def is_cut_from(self, other: ServingNode) -> bool:
+        return isinstance(other, SimHost) and (self.host.cut_off or other.host.cut_off)
+
+    def server(self, peer: Peer) -> ServingNode:
+        return next(node for node in self.cluster.hosts if node.node_id == peer.host)
 
     def sync(self) -> None:
         self.now_s = self.cluster.clock.now_s
@@ -188,6 +207,8 @@ class SimAgent:
         node.agent = self
         self.cluster.clock.after(self.cluster.config.heartbeat_s, self._beat)
         self.cluster.clock.after(self.cluster.config.heartbeat_s / 2, self._tick)
+        if self.cluster.peers:
+            self.cluster.clock.after(SERVES_S, self._serve)
 
     @property
     def ledger(self) -> NodeLedger:
@@ -228,7 +249,8 @@ class SimAgent:
             raise AgentEnded("the agent of this node was shut down")
         slots = self.node.slot_count * self.cluster.config.slot_bytes
         pools = (MemoryPool("host", 1 << 40, 1 << 40),)
-        return NodeFacts(self.node.host.node_id, self._host, slots, pools, (), "", window_bytes=slots)
+        peer = self.node.peer if self.cluster.peers else None
+        return NodeFacts(self.node.host.node_id, self._host, slots, pools, (), "", window_bytes=slots, peer=peer)
 
     def begin(self, job: NodeJob, members: bytes, shared: bytes) -> bool:
         tables = unpack_shared(shared)
@@ -275,6 +297,7 @@ class SimAgent:
                 self.node.in_flight_at_fault(rank)
         self.node.agent = None
         self.node.late.clear()
+        self.node.break_requests()
 
     def _tick(self) -> None:
         if self.up:
@@ -284,6 +307,12 @@ class SimAgent:
             self.node.check_in()
             self.node.spare_fetches += max(0, self.node.cache.stats().quarantined_slots - before)
             self.cluster.clock.after(self.cluster.config.heartbeat_s / 2, self._tick)
+
+    def _serve(self) -> None:
+        if self.up:
+            self.node.sync()
+            self.node.serve_all()
+            self.cluster.clock.after(self.cluster.clock.chance.uniform(0.0, 2 * SERVES_S), self._serve)
 
     def _beat(self) -> None:
         if not self.up:
@@ -471,7 +500,7 @@ class SimWorker:
         assert isinstance(tables, SimTables)
         needs = {job.rank: tables.wanted[job.rank].tolist()}
         load = SimLoad(job.load_id, model, needs, attempt=job.attempt)
-        self.rank = load.placements[job.rank] = SimRank(self.node, load, job.rank, job.incarnation)
+        self.rank = load.placements[job.rank] = self.node.new_rank(load, job.rank, job.incarnation)
         self.store = job.store
         self.node.ranks.append(self.rank)
         self.node.workers[self.rank.process] = self

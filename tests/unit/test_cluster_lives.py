@@ -36,7 +36,7 @@ from tests.support.simulated_workers import SimHost, SimWorker
 pytestmark = pytest.mark.slow
 
 MODELS = {"a": SimModel(tuple(range(12))), "b": SimModel((3, 4, 5, 50, 51, 52, 53)), "c": SimModel((90,))}
-LAYOUTS = ((1, 1), (2, 1), (1, 2), (3, 1))  # (tensor parallel, replicas)
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 4), (2, 2))  # (tensor parallel, replicas)
 KEYS = (None, None, "good", "other", "refused")  # access keys that clients pass; the store refuses the last
 ROOMY_SLOTS = 200
 SCALE = settings().max_examples // 40  # 1 in the usual profile
@@ -384,15 +384,20 @@ def test_workers_that_stop_while_reading_are_fenced(seed: int) -> None:
     close_call(seed)
 
 
+@pytest.mark.parametrize("peers", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_faults_each_node_fetches_each_chunk_once(layout: tuple[int, int]) -> None:
-    cluster = cluster_of(7, 2, True, 0.0)
+def test_without_faults_each_node_fetches_each_chunk_once(layout: tuple[int, int], peers: bool) -> None:
+    """Nodes that feed each other fetch it once together."""
+    cluster = cluster_of(3 if peers else 5, 2, True, 0.0)
+    assert cluster.peers == peers
     try:
         clients = [cluster.load("a", *layout), cluster.load("a", *layout)]
         cluster.settle()
         assert all(client.ready for client in clients)
         assert len({client.model_id for client in clients}) == 1
         assert all(node.spare_fetches == 0 for node in cluster.hosts)
+        fetched = [sum(node.fetched.values()) for node in cluster.hosts]
+        assert sum(fetched) == 12 if peers else fetched == [len(node.needed) for node in cluster.hosts]
         cluster.end()
     finally:
         cluster.close()
