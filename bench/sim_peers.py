@@ -29,7 +29,7 @@ from actors.rank.state import FetchedChunk
 from bench.sim_flows import Clock
 from bench.sim_node import LOAD, Rates, SimAgent, SimRank
 from cluster.fit.needs import min_slots
-from cluster.messages import PEER_READ, Commit, LeaseOrder, NodeJob, NodePeer, RankUpdate
+from cluster.messages import PEER_READ, Commit, LeaseOrder, Members, NodeJob, NodePeer, RankUpdate
 from cluster.planning.cut_model import CutModel
 from cluster.planning.packed_plan import ReaderTables
 from storage.arena.slots import CachedChunk
@@ -138,7 +138,7 @@ class Fetch:
     def source(self) -> FeedingNode | None:
         """The node to ask now; None: the store."""
         peers = self.lease.peers
-        return self.rank.node.others[peers[self.at].node] if self.at < len(peers) else None
+        return self.rank.node.others[peers[self.at].peer.node] if self.at < len(peers) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -205,11 +205,9 @@ class FeedingNode(SimAgent):
             lease_deadline_s=3600.0,
             record=b"",
             most_requests=rates.threads,
-            peers=members,
-            node_id=self.node_id,
-            peer_key=b"key",
         )
-        routes = PeerRoutes(members, self.node_id, tables) if len(members) > 1 else None
+        together = Members(members, b"key")
+        routes = PeerRoutes(together, LOAD, self.node_id, tables) if len(members) > 1 else None
         needs = {number: tables.chunk_ids(number)}
         self._tables = JobTables(tables, needs, chunk_bytes, routes)
         self._process = ProcessId(number + 1, 2)  # the agent's
@@ -382,7 +380,7 @@ class FeedingRank(SimRank):
             self._usual_bytes_s += (SHARE if self._usual_bytes_s else 1.0) * (rate_bytes_s - self._usual_bytes_s)
             self._known.add(server.number)
             server.over(transfer, received=True)
-            commit = Commit(lease.lease_id, lease.chunk, (), PEER_READ, peer=fetch.at, failed_peers=fetch.failed)
+            commit = Commit(lease.lease_id, lease.chunk, source=PEER_READ, peer=fetch.at, failed_peers=fetch.failed)
         result = FetchedChunk(lease.lease_id, commit)
         self.state.fetch_ended(result, size_bytes, now_s - fetch.begun_s, now_s, size_bytes)
         self._act()

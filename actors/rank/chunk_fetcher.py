@@ -337,7 +337,7 @@ class ChunkFetcher:
     def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit, disk: str) -> FetchedChunk:
         retries = {"disk_unusable": 1} if disk == DISK_UNUSABLE else {}
         tries = in_vain = 0  # in vain: no further byte arrived
-        sources = self._peers_of(lease)
+        sources, give_up_s = self._peers_of(lease), time.monotonic() + lease.deadline_s / 3
         at = 0
         failed_peers: tuple[int, ...] = ()
         while not self._ends(lease, read.arrived_bytes > 0):
@@ -365,7 +365,8 @@ class ChunkFetcher:
                 cause = _why_not(error)
                 retries[cause] = retries.get(cause, 0) + 1
                 failed_peers += (at,) if cause != "peer_without_chunk" else ()
-                at += 1
+                # Nodes that hang, one after the other, must leave the store its time.
+                at = at + 1 if time.monotonic() < give_up_s else len(sources)
                 about = replace(self._about, chunk=lease.chunk, cause=cause).extra
                 _LOG.log(
                     logging.DEBUG if cause == "peer_without_chunk" else logging.INFO,

@@ -19,7 +19,7 @@ from actors.node.node_load import NodeLoad
 from actors.node_agent import PEER_WAIT_S
 from actors.rank.chunk_fetcher import PEER_READ_TIMEOUT_S
 from actors.rank.state import FetchedChunk
-from cluster.messages import PEER_READ, Commit, LeaseOrder, NodePeer, Orders, RankHello, RankUpdate
+from cluster.messages import PEER_READ, Commit, LeaseOrder, NodePeer, Orders, PeerSource, RankHello, RankUpdate
 from storage.arena.slots import CachedChunk
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
@@ -35,8 +35,9 @@ LOAD = "load"
 class Request:
     """A chunk that a rank reads from another node, on a connection of its own."""
 
-    def __init__(self, rank: PeerRank, server: ServingNode, peer: Peer, chunk: int) -> None:
-        self.rank, self.server, self.peer, self.chunk = rank, server, peer, chunk
+    def __init__(self, rank: PeerRank, server: ServingNode, source: PeerSource, chunk: int) -> None:
+        self.rank, self.server, self.peer, self.chunk = rank, server, source.peer, chunk
+        self.load_id = source.load_id
         self.begun_s = rank.node.now_s
         self.reader = f"peer-{next(server.pids)}"
         self.accepted = False  # the server answers it
@@ -59,7 +60,7 @@ class Request:
             cut_early = not (self.accepted or server.hangs)
             return "failed" if waited_s > (CONNECT_TIMEOUT_S if cut_early else PEER_READ_TIMEOUT_S) else ""
         if not self.accepted:
-            if server.peer != self.peer or not server.ledger.peer_key(self.rank.load.load_id):
+            if server.peer != self.peer or not server.ledger.peer_key(self.load_id):
                 return "failed"
             self.accepted = True
             server.requests.append(self)
@@ -134,8 +135,8 @@ class PeerRank(SimRank):
 
     def _arrives(self, lease: LeaseOrder, asking: Asking, acknowledged: bool) -> bool:
         if asking.request is None:
-            peer = lease.peers[asking.at].peer
-            asking.request = Request(self, self.node.server(peer), peer, lease.chunk)
+            source = lease.peers[asking.at]
+            asking.request = Request(self, self.node.server(source.peer), source, lease.chunk)
         found = asking.request.outcome(acknowledged=acknowledged)
         if found == "arrived":
             asking.arrived = True
@@ -241,7 +242,7 @@ class ServingNode(NodeSimulation):
                 self.end_request(request, received=False)
                 request.broken = True
             return
-        asker, load_id = request.rank.node.node_id, request.rank.load.load_id
+        asker, load_id = request.rank.node.node_id, request.load_id
         found = self.ledger.take_for_peer(load_id, request.chunk, self.process, request.reader, asker, self.now_s)
         if not isinstance(found, bool):
             request.load, request.cached = found

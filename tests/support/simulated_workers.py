@@ -14,11 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+from actors.node.chunk_flow import JobTables
 from actors.node.node_ledger import NodeLedger
 from cluster import messages
 from cluster.errors import AgentEnded, ClusterLost, LoadCancelled, VersionMismatch
 from cluster.messages import (
     AgentBeat,
+    Members,
     NodeFacts,
     NodeJob,
     RankHello,
@@ -255,11 +257,16 @@ class SimAgent:
     def begin(self, job: NodeJob, members: bytes, shared: bytes) -> bool:
         tables = unpack_shared(shared)
         model = self.cluster.planned[shared]
-        begun = self.ledger.begin(replace(job, shared=shared), self.node.now_s)
+        job = replace(job, shared=shared)
+        known = JobTables.of(job, tables, Members.unpack(members), self.node.host.node_id)
+        begun = self.ledger.begin(job, self.node.now_s, known)
         if begun:
             chunks = {int(chunk) for rank in job.ranks for chunk in tables.chunk_ids(rank)}
             self.node.needed |= {model.content(chunk) for chunk in chunks}
         return begun
+
+    def update_members(self, load_id: str, members: bytes) -> None:
+        self.ledger.update_members(load_id, Members.unpack(members))
 
     def holds(self, keys: bytes) -> HeldChunks:
         return HeldChunks.of([held for block in key_blocks(keys) for held in self.ledger.held(block)])
@@ -323,7 +330,7 @@ class SimAgent:
         beat = self.node.ledger.beat(
             self.node.host.node_id, self._host, self.incarnation, self.node.now_s, self.asked_for
         )
-        beat = replace(beat, number=self.beats)
+        beat = replace(beat, number=self.beats, peer=self.node.peer if self.cluster.peers else None)
         fate = self.cluster.fate()
         times = {"lost": 0, "twice": 2}.get(fate, 1)
         for _ in range(times):
