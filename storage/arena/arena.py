@@ -362,6 +362,11 @@ class Arena:
         """Return the window as one block, so that pinned memory is registered once and not once per slot."""
         return self._view[self._data_offset :]
 
+    @property
+    def window_address(self) -> int:
+        """Return the address of the window in this process."""
+        return self._address + self._data_offset
+
     def keep(self, index: int, data: memoryview) -> bool:
         """Copy a chunk to a kept slot that the caller has leased. Return False when there is no memory for it."""
         descriptor, start = self._kept_at(index)

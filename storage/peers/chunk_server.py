@@ -2,6 +2,7 @@
 
     GET /chunks/<load>/<chunk>     Range: bytes=0-8388607     Authorization: Longshore <proof>
         --> 206, and the bytes by sendfile; the chunk's slot stays held until the receiver sends an empty line
+        --> 200, to X-Longshore-Carrier: nixl: no bytes, but where they are, for a READ by NIXL (`nixl_carrier`)
         --> 404: not here; 410: another incarnation of this node is meant
         --> 401 with a nonce: the first request of each connection is refused so, and proofs are made with its nonce
 
@@ -24,6 +25,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import socket
 import socketserver
 import threading
@@ -35,7 +37,17 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 from storage.errors import LongshoreError, StoreError
-from storage.peers import ASKER_HEADER, DIGEST_HEADER, NODE_HEADER, REALM, proof
+from storage.peers import (
+    ASKER_HEADER,
+    CARRIER_HEADER,
+    DIGEST_HEADER,
+    NODE_HEADER,
+    PATIENCE_S,
+    PLACE_HEADER,
+    REALM,
+    proof,
+)
+from storage.peers.nixl_carrier import RegisteredWindow
 from storage.stores.http_get import set_timer
 from storage.stores.object_store import ByteRange
 
@@ -45,6 +57,7 @@ IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs
 SENDING = 4  # connections that send at one time
 TURN_S = 2.0  # longest wait for a turn: a receiver that has stopped must not keep the others waiting
 PIECE_BYTES = 1 << 20  # between two looks at the rate
+PROGRESS_MS = 1  # between two calls of NIXL while a receiver READs
 _PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 
@@ -58,6 +71,7 @@ class ServedChunk:
     size_bytes: int
     digest: bytes  # by `PASSED_HASH`; empty: its receivers know the published one
     release: Callable[[bool], object]  # the argument: whether the receiver has said that it has everything
+    address: int = 0  # of the chunk in the memory that others may READ; 0: it is not in there
 
 
 class ChunkShelf(Protocol):
@@ -137,7 +151,8 @@ class ChunkServer:
         *,
         most_connections: int = 1024,
         rate_bytes_per_s: float = 0.0,
-        patience_s: float = 10.0,
+        patience_s: float = PATIENCE_S,
+        window: RegisteredWindow | None = None,
     ) -> None:
         """
         Args:
@@ -146,11 +161,12 @@ class ChunkServer:
             most_connections: Further ones are closed at once.
             rate_bytes_per_s: Limit of what is sent, all connections together. 0: none.
             patience_s: A receiver that takes no byte, or does not say that it has all, is given up after this.
+            window: What receivers may READ by NIXL. None: they get bytes.
 
         Raises:
             StoreError: Nobody can listen at that address and port.
         """
-        self._server = _Server(shelf, most_connections, Rate(rate_bytes_per_s), patience_s)
+        self._server = _Server(shelf, most_connections, Rate(rate_bytes_per_s), patience_s, window)
         try:
             self._server.server_bind_to(host, port)
         except OSError as error:
@@ -179,9 +195,11 @@ class ChunkServer:
         return self._server.sent_bytes
 
     def close(self) -> None:
-        """End every connection, and return when each has let its chunk go. Idempotent."""
+        """End every connection, and return when each has let its chunk go. Nobody READs any more. Idempotent."""
         self._server.end()
         self._thread.join()
+        if self._server.window is not None:
+            self._server.window.close()
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -190,8 +208,15 @@ class _Server(socketserver.ThreadingTCPServer):
     block_on_close = True
     request_queue_size = 1024
 
-    def __init__(self, shelf: ChunkShelf, most_connections: int, rate: Rate, patience_s: float) -> None:
-        self.shelf, self.rate, self.patience_s = shelf, rate, patience_s
+    def __init__(
+        self,
+        shelf: ChunkShelf,
+        most_connections: int,
+        rate: Rate,
+        patience_s: float,
+        window: RegisteredWindow | None,
+    ) -> None:
+        self.shelf, self.rate, self.patience_s, self.window = shelf, rate, patience_s, window
         self.turns = Turns(SENDING, TURN_S)
         self.most_connections = most_connections
         self.open: set[socket.socket] = set()
@@ -297,7 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(416)
             return False
         with self.server.turns:
-            if not self._send_bytes(chunk, wanted):
+            if not (self._let_read(chunk, wanted) or self._send_bytes(chunk, wanted)):
                 return False
         with self.server.lock:
             self.server.sent_bytes += wanted.size_bytes
@@ -307,13 +332,34 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.settimeout(IDLE_S)
         return not self.close_connection
 
+    def _let_read(self, chunk: ServedChunk, wanted: ByteRange) -> bool:
+        """Name the range to a receiver that can READ it, and wait while it does. Return False if it needs bytes."""
+        window = self.server.window
+        if window is None or not chunk.address or self.headers.get(CARRIER_HEADER) != "nixl":
+            return False
+        metadata = window.metadata()
+        if not metadata:
+            return False
+        self.server.rate.wait_for(wanted.size_bytes)
+        self.send_response(200)
+        self.send_header(PLACE_HEADER, str(chunk.address + wanted.start))
+        self._send_digest(chunk)
+        self.send_header("Content-Length", str(len(metadata)))
+        self.end_headers()
+        self.wfile.write(metadata)
+        self.close_connection = True
+        said, give_up_s = select.poll(), time.monotonic() + self.server.patience_s
+        said.register(self.connection, select.POLLIN)
+        while time.monotonic() < give_up_s and not said.poll(PROGRESS_MS):
+            window.progress()
+        return True
+
     def _send_bytes(self, chunk: ServedChunk, wanted: ByteRange) -> bool:
         """Return whether all bytes were sent. The connection is closed unless the receiver says that it has them."""
         self.send_response(206)
         self.send_header("Content-Length", str(wanted.size_bytes))
         self.send_header("Content-Range", f"bytes {wanted.start}-{wanted.end - 1}/{chunk.size_bytes}")
-        if chunk.digest:
-            self.send_header(DIGEST_HEADER, chunk.digest.hex())
+        self._send_digest(chunk)
         self.end_headers()
         self.wfile.flush()
         self.close_connection = True
@@ -329,6 +375,10 @@ class _Handler(BaseHTTPRequestHandler):
                     return False  # the file was cut short
                 at, size_bytes = at + sent_bytes, size_bytes - sent_bytes
         return True
+
+    def _send_digest(self, chunk: ServedChunk) -> None:
+        if chunk.digest:
+            self.send_header(DIGEST_HEADER, chunk.digest.hex())
 
     def _refuse(self, status: int, *headers: tuple[str, str]) -> None:
         self.send_response(status)

@@ -2,7 +2,8 @@
 
     read(peer, ...) -- idle connection, or a new one and its nonce --> GET --> recv into the pieces --> empty line
 
-A peer that sends far more slowly than others did is given up, and what it has sent stays.
+A peer that sends far more slowly than others did is given up, and what it has sent stays. With NIXL a peer may answer
+where the bytes are, and they are READ from there. If that fails, the rest is asked for as bytes.
 The bytes are received as those of a store are (`storage.stores.http_get`).
 """
 
@@ -10,16 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import re
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from storage.checksum import DIGEST_SIZES
 from storage.errors import PeerUnavailable, RangeMismatch, ReadEnded, StoreUnavailable
-from storage.peers import ASKER_HEADER, DIGEST_HEADER, NODE_HEADER, PASSED_HASH, REALM, Peer, chunk_path, proof
+from storage.peers import (
+    ASKER_HEADER,
+    CARRIER_HEADER,
+    DIGEST_HEADER,
+    NODE_HEADER,
+    PASSED_HASH,
+    PATIENCE_S,
+    PLACE_HEADER,
+    REALM,
+    Peer,
+    chunk_path,
+    proof,
+)
+from storage.peers.nixl_carrier import MOST_METADATA_BYTES, NixlFailed, NixlReader, Place
 from storage.stores.http_get import (
     SLOWEST_BYTES_PER_S,
     IdleConnections,
@@ -37,6 +52,8 @@ AVOID_S = 30.0  # a node that cannot be reached, or says nothing, is not asked a
 MAX_IDLE = 4  # connections kept to each peer
 _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_SIZES[PASSED_HASH]}}}")
+_NUMBER = re.compile(r"[1-9][0-9]{0,18}")
+_READ_S = PATIENCE_S - 2.0  # for a range by NIXL, well before the peer gives its hold up
 _TOO_SLOW = 6.0  # times slower than peers usually are
 _GRACE_S = 2.0  # before anybody is called slow
 _SHARE = 0.1  # of the newest chunk in what is usual
@@ -54,9 +71,22 @@ class _Connection:
 class PeerClient:
     """Connections to other nodes. Thread-safe: each read has a connection to itself."""
 
-    def __init__(self, asker: str, *, connect_timeout_s: float = 2.0, read_timeout_s: float = 10.0) -> None:
-        """`asker`: this node's id. `read_timeout_s`: a peer that sends no byte for this long is given up."""
+    def __init__(
+        self,
+        asker: str,
+        *,
+        connect_timeout_s: float = 2.0,
+        read_timeout_s: float = 10.0,
+        nixl: NixlReader | None = None,
+    ) -> None:
+        """
+        Args:
+            asker: This node's id.
+            read_timeout_s: A peer that sends no byte for this long is given up.
+            nixl: READs from peers that let it. None: all send bytes.
+        """
         self._asker = asker
+        self._nixl = nixl
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
         self._idle: IdleConnections[_Connection] = IdleConnections(MAX_IDLE)
@@ -95,8 +125,13 @@ class PeerClient:
         where: dict[str, Any] = {"peer": str(peer), "load": load_id, "chunk": chunk, "range": str(byte_range)}
         if time.monotonic() < self._avoid.get(peer, 0.0):
             raise PeerUnavailable("a node did not answer just before", **where)
+        path = chunk_path(load_id, chunk)
         try:
-            self._read(peer, chunk_path(load_id, chunk), key, byte_range, pieces, limit, received, where, passed)
+            nixl = self._nixl if self._nixl is not None and self._nixl.can_read(peer) else None
+            left = self._read(peer, path, key, byte_range, pieces, limit, received, where, nixl, passed)
+            if left is not None:
+                rest = ByteRange(byte_range.start + received.bytes, byte_range.end)
+                self._read(peer, path, key, rest, left, limit, received, where, None, passed)
         except (OSError, http.client.HTTPException, StoreUnavailable, RangeMismatch) as error:
             if limit.ended:
                 raise ReadEnded("the read was ended", received_bytes=received.bytes, **where) from error
@@ -125,19 +160,25 @@ class PeerClient:
         limit: ReadLimit,
         received: Received,
         where: dict[str, Any],
+        nixl: NixlReader | None,
         passed: Callable[[bytes], object],
-    ) -> None:
-        connection, response = self._request(peer, path, key, byte_range, limit)
+    ) -> Iterable[memoryview] | None:
+        """Return the pieces that are still to be read, as bytes, if `nixl` failed. Otherwise all is there."""
+        connection, response = self._request(peer, path, key, byte_range, limit, by_nixl=nixl is not None)
         keep = False
         try:
+            digest = response.getheader(DIGEST_HEADER, "")
+            passed(bytes.fromhex(digest) if _DIGEST.fullmatch(digest) else b"")
+            if nixl is not None and response.status == 200:
+                left = _read_at(nixl, _place(peer, response, where), pieces, limit, received)
+                keep = left is None and self._acknowledge(connection)
+                return left
             if response.status != 206:
                 keep = response.status == 404 and not response.read()
                 _refused(response.status, where)
             length = response.getheader("Content-Length", "")
             if length != str(byte_range.size_bytes) or response.getheader("Transfer-Encoding"):
                 raise RangeMismatch("a node sends another range than was asked for", **where)
-            digest = response.getheader(DIGEST_HEADER, "")
-            passed(bytes.fromhex(digest) if _DIGEST.fullmatch(digest) else b"")
             begun_s = time.monotonic()
             slowest_bytes_per_s = max(SLOWEST_BYTES_PER_S, self._usual_bytes_per_s / _TOO_SLOW)
             receive(
@@ -151,9 +192,8 @@ class PeerClient:
                 grace_s=_GRACE_S,
             )
             self._took(byte_range.size_bytes, time.monotonic() - begun_s)
-            with contextlib.suppress(OSError):  # the bytes are here; the node gives its hold up by itself
-                connection.sock.sendall(b"\r\n")
-                keep = True
+            keep = self._acknowledge(connection)
+            return None
         finally:
             if limit.detach() or not keep:
                 response.close()
@@ -161,32 +201,39 @@ class PeerClient:
             else:
                 self._idle.give_back(connection, peer)
 
+    def _acknowledge(self, connection: _Connection) -> bool:
+        """Tell the peer that every byte is here. Return whether the connection can be used again."""
+        with contextlib.suppress(OSError):  # the bytes are here; the node gives its hold up by itself
+            connection.sock.sendall(b"\r\n")
+            return True
+        return False
+
     def _took(self, size_bytes: int, seconds: float) -> None:
         rate_bytes_per_s = size_bytes / max(seconds, 1e-6)
         usual = self._usual_bytes_per_s or rate_bytes_per_s
         self._usual_bytes_per_s = usual + _SHARE * (rate_bytes_per_s - usual)
 
     def _request(
-        self, peer: Peer, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit
+        self, peer: Peer, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit, *, by_nixl: bool
     ) -> tuple[_Connection, http.client.HTTPResponse]:
         """Send the request, and return its answer. The connection is closed on every error."""
         connection = self._idle.take(peer)
         if connection is not None:
             try:
-                return connection, self._exchange(connection, path, key, byte_range, limit)
+                return connection, self._exchange(connection, path, key, byte_range, limit, by_nixl)
             except (ConnectionResetError, BrokenPipeError, http.client.RemoteDisconnected):
                 pass  # it was closed while it was idle
         connection = self._connect(peer, limit)
-        response = self._exchange(connection, path, key, byte_range, limit)
+        response = self._exchange(connection, path, key, byte_range, limit, by_nixl)
         nonce = _nonce_in(response)
         if not nonce:
             return connection, response
         response.read()
         connection.nonce = nonce
-        return connection, self._exchange(connection, path, key, byte_range, limit)
+        return connection, self._exchange(connection, path, key, byte_range, limit, by_nixl)
 
     def _exchange(
-        self, connection: _Connection, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit
+        self, connection: _Connection, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit, by_nixl: bool
     ) -> http.client.HTTPResponse:
         range_header = byte_range.http_header()
         headers = {
@@ -195,6 +242,8 @@ class PeerClient:
             NODE_HEADER: connection.peer.node,
             ASKER_HEADER: self._asker,
         }
+        if by_nixl:
+            headers[CARRIER_HEADER] = "nixl"
         if connection.nonce:
             headers["Authorization"] = f"{REALM} {proof(key, connection.nonce, path, range_header)}"
         return send_get(connection.http, path, headers, limit)[1]
@@ -254,6 +303,31 @@ def serves_chunks(host: str, port: int, timeout_s: float) -> bool:
             return bool(_nonce_in(connection.getresponse()))
         except (OSError, http.client.HTTPException):
             return False
+
+
+def _place(peer: Peer, response: http.client.HTTPResponse, where: dict[str, Any]) -> Place:
+    """Return where the peer says that the range is. Raises RangeMismatch."""
+    address, length = response.getheader(PLACE_HEADER, ""), response.getheader("Content-Length", "")
+    if not (_NUMBER.fullmatch(address) and _NUMBER.fullmatch(length) and int(length) <= MOST_METADATA_BYTES):
+        raise RangeMismatch("a node names no place that can be read", **where)
+    return Place(peer, response.read(), int(address))
+
+
+def _read_at(
+    nixl: NixlReader, place: Place, pieces: Iterable[memoryview], limit: ReadLimit, received: Received
+) -> Iterable[memoryview] | None:
+    """READ into the pieces. Return None, or after a failure those that are still to be filled."""
+    give_up_s = time.monotonic() + _READ_S
+    pieces = iter(pieces)
+    for piece in pieces:
+        if limit.ended:
+            raise ConnectionAbortedError
+        try:
+            nixl.read(replace(place, address=place.address + received.bytes), piece, give_up_s)
+        except NixlFailed:
+            return itertools.chain((piece,), pieces)
+        received.bytes += len(piece)
+    return None
 
 
 def _nonce_in(response: http.client.HTTPResponse) -> str:
