@@ -67,6 +67,7 @@ from storage.host.memory import PeakMemory, gpu_memory
 from storage.host.processes import ProcessId, may_map, processes_mapping
 from storage.peers import Peer
 from storage.peers.chunk_server import ChunkServer, ServedChunk
+from storage.peers.nixl_carrier import RegisteredWindow
 
 
 class Survivors:
@@ -159,8 +160,11 @@ class PeerShelf:
                     load.peers.given(chunk, cached, self._process, reader, asker, received=received)
                 self._changed.notify_all()
 
+        # NIXL pins what it registers: all of the window must have its memory before.
+        in_window = cached.slot < arena.window_slots == arena.ready_slots
+        address = arena.window_address + cached.slot * arena.slot_bytes if in_window else 0
         digest = b"" if load.peers is None else load.peers.digest(chunk)
-        return ServedChunk(*arena.place(cached.slot), load.chunk_bytes(chunk), digest, release)
+        return ServedChunk(*arena.place(cached.slot), load.chunk_bytes(chunk), digest, release, address)
 
 
 _LOG = logging.getLogger("longshore.agent")
@@ -261,10 +265,16 @@ class NodeAgent:
         try:
             self._served_disk = DiskReader(self._disk.path) if self._disk.path else None
             shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation, self._served_disk)
-            self._chunk_server = ChunkServer(shelf, host, port)
+            self._chunk_server = ChunkServer(shelf, host, port, window=self._registered_window())
             self._peer = Peer(host, self._chunk_server.port, self._incarnation)
         except LongshoreError as error:
             _LOG.error("%s", error, extra=self._about)
+
+    def _registered_window(self) -> RegisteredWindow | None:
+        if self._config.peer_carrier != "nixl" or self._arena is None:
+            return None
+        arena = self._arena
+        return RegisteredWindow(self._incarnation, arena.window_address, arena.window_slots * arena.slot_bytes)
 
     def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
         """Run one of the methods below for a caller with a version, and return the answer with ours (`actors.links`).
@@ -436,6 +446,7 @@ class NodeAgent:
                 batch=self._ledger.batch(hello) if answer is True else 1,
                 disk_path=self._disk.path,
                 node_id=self._node_id,
+                peer_carrier=self._config.peer_carrier,
             )
 
     def exchange(self, update: RankUpdate) -> Orders:

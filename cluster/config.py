@@ -14,6 +14,7 @@ from cluster.errors import ConfigError
 from cluster.telemetry.logs import LogFormat, LogLevel, LogSettings
 from cluster.units import parse_bytes
 from storage.errors import InvalidKey, UnknownSigner
+from storage.peers import PeerCarrier
 from storage.publishing.signing import TrustedKey, key_id, trusted_key
 from storage.store_ref import ANY, DEFAULT_SCHEMES, SourceRules, with_own_endpoint
 
@@ -77,6 +78,7 @@ class Config(BaseModel):
     disk_cache_dir: str = NO_FOLDER  # folder on each node in which verified chunks outlive the cluster
     disk_cache_bytes: int = Field(0, ge=0)  # limit of that folder; 0: half of the free space
     peer_port: int = Field(9465, ge=-1, le=65535)  # where a node serves chunks to other nodes; 0: any, -1: nowhere
+    peer_carrier: PeerCarrier = "http"  # how chunks come from there; "nixl": by RDMA, where both nodes have it
     pin_coordinator_to_head: bool = True
     metrics_port: int = Field(9464, ge=-1, le=65535)  # where Prometheus scrapes the coordinator; 0: any, -1: nowhere
     metrics_host: str = "127.0.0.1"  # its listening address; 0.0.0.0 to serve other hosts

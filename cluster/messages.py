@@ -28,7 +28,7 @@ from storage.checksum import Span
 from storage.errors import LongshoreError
 from storage.host.memory import GpuMemory, MemoryPool
 from storage.host.processes import ProcessId
-from storage.peers import Peer
+from storage.peers import Peer, PeerCarrier
 from storage.store_ref import StoreAccess
 
 if TYPE_CHECKING:
@@ -209,6 +209,7 @@ class JoinReply:
     batch: int = 1  # chunks per message
     disk_path: str = ""  # the node's folder of chunks on disk; empty: none
     node_id: str = ""  # of the agent's node
+    peer_carrier: PeerCarrier = "http"  # how chunks come from other nodes
 
 
 DIRECT = NO_SLOT = -1  # instead of a slot number

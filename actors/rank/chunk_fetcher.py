@@ -39,7 +39,7 @@ from storage.arena.arena import Arena
 from storage.checksum import Hasher, Span, SpanHasher, new_hasher
 from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, IntegrityError, LongshoreError, ReadEnded
-from storage.peers import PASSED_HASH
+from storage.peers import PASSED_HASH, PeerCarrier
 from storage.stores.object_store import ByteRange, ObjectStore, cut, read_pieces
 from storage.stores.requests import ReadLimit, ReadLimits
 
@@ -232,6 +232,7 @@ class ChunkFetcher:
         self._peers: PeerClient | None = None
         self._peers_lock = threading.Lock()
         self._node_id = ""
+        self._carrier: PeerCarrier = "http"
         # Waits for another try: (cause, seconds, a part has arrived). May return early.
         self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, arrived: time.sleep(delay_s)
         # The lease's chunk comes from the store, as no other node sent it.
@@ -271,9 +272,9 @@ class ChunkFetcher:
             with contextlib.suppress(DiskTierError):  # then they come from the store
                 self._disk = DiskReader(path)
 
-    def use_peers(self, node_id: str) -> None:
-        """Read chunks from the nodes that leases name, in the name of this node."""
-        self._node_id = node_id
+    def use_peers(self, node_id: str, carrier: PeerCarrier) -> None:
+        """Read chunks from the nodes that leases name, in the name of this node, in that way."""
+        self._node_id, self._carrier = node_id, carrier
 
     def use_arena(self, arena: Arena | None) -> None:
         """Copy chunks to and from the kept slots of this arena. Call it while nothing is fetched."""
@@ -398,9 +399,12 @@ class ChunkFetcher:
             return []
         with self._peers_lock:
             if self._peers is None:
-                from storage.peers.peer_client import PeerClient  # not at the top: most loads do without it
+                # Not at the top: most loads do without them.
+                from storage.peers.nixl_carrier import PROCESS_NIXL
+                from storage.peers.peer_client import PeerClient
 
-                self._peers = PeerClient(self._node_id, read_timeout_s=PEER_READ_TIMEOUT_S)
+                nixl = PROCESS_NIXL if self._carrier == "nixl" else None
+                self._peers = PeerClient(self._node_id, read_timeout_s=PEER_READ_TIMEOUT_S, nixl=nixl)
         start = self._tables.chunks.byte_range(lease.chunk).start
         named = ((source.peer, source.load_id, source.key) for source in lease.peers)
         return [self._peers.chunk(*name, lease.chunk, start) for name in named]

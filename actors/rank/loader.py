@@ -368,7 +368,7 @@ class ChunkLoader:
                 raise lost
             self._work.sleep(0.1)
         self._fetcher.use_disk(reply.disk_path)
-        self._fetcher.use_peers(reply.node_id)
+        self._fetcher.use_peers(reply.node_id, reply.peer_carrier)
         PROCESS_ARENAS.claim(id(self), reply.arena_path, reply.agent)
         if self._arena is None or self._arena.epoch != reply.arena_epoch:
             self._close_arena()

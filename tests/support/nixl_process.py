@@ -36,7 +36,7 @@ class _Shelf:
 
     def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk:
         address = self._arena.window_address + chunk * self._arena.slot_bytes
-        return ServedChunk(*self._arena.place(chunk), CHUNK_BYTES, lambda _: None, address)
+        return ServedChunk(*self._arena.place(chunk), CHUNK_BYTES, b"", lambda _: None, address)
 
 
 def serve(folder: Path) -> None:

@@ -172,7 +172,7 @@ class Longshore:
                             os.close(descriptor)
                             found.release(received)
 
-                        return ServedChunk(descriptor, 0, found.size_bytes, release)
+                        return ServedChunk(descriptor, 0, found.size_bytes, found.digest, release)
 
                 node_agent.PeerShelf = DamagingShelf  # type: ignore[misc]
                 super().__init__(*arguments)

@@ -49,7 +49,7 @@ class Shelf:
 
     def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk:
         self.held += 1
-        return ServedChunk(*self.arena.place(1), CHUNK_BYTES, self._release, self.address)
+        return ServedChunk(*self.arena.place(1), CHUNK_BYTES, b"", self._release, self.address)
 
     def _release(self, received: bool) -> None:
         self.held -= 1

@@ -17,10 +17,12 @@ from actors.rank import chunk_fetcher
 from cluster.messages import Members, NodePeer, PeerSource
 from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
-from storage.peers import Peer
+from storage.peers import Peer, nixl_carrier
 from storage.peers.chunk_server import ChunkServer, ServedChunk
+from storage.peers.nixl_carrier import NixlReader
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
+from tests.support.fake_nixl import FakeAgent
 from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import LocalNode, local_node, plan_of, run_all
 from tests.support.ray_clusters import eventually
@@ -123,6 +125,15 @@ def test_chunks_without_digests_travel_with_one_that_their_home_made(nodes_of: A
     reports = nodes.load()
     assert nodes.store.read_bytes == touched_bytes(nodes.plan)
     assert all(report.peer_bytes > 0 and not report.retries for report in reports)
+
+
+def test_nodes_feed_each_other_by_nixl(nodes_of: Any, monkeypatch: pytest.MonkeyPatch):
+    reader = NixlReader(FakeAgent)
+    monkeypatch.setattr(nixl_carrier, "PROCESS_NIXL", reader)
+    monkeypatch.setattr(nixl_carrier, "open_agent", FakeAgent)
+    reports = nodes_of(2, (1, 1, 2), peer_carrier="nixl").load()
+    assert reader.read_bytes == sum(report.peer_bytes for report in reports) > 0
+    assert not any(report.retries for report in reports)
 
 
 class Rubbish:
