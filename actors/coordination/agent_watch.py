@@ -177,7 +177,7 @@ class AgentWatch:
         self._begin_again(beat)
         for record in self._models.values():
             if record.peer_moved(beat.node_id, beat.peer):
-                telling = asyncio.get_running_loop().create_task(self._load_run(record).tell_members(beat.node_id))
+                telling = asyncio.get_running_loop().create_task(self._load_run(record).tell_members({beat.node_id}))
                 self._telling.add(telling)
                 telling.add_done_callback(self._telling.discard)
         return BeatReply(self._coordinator, unknown, tuple(ended), members=members)

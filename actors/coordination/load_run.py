@@ -16,7 +16,7 @@ import contextlib
 import functools
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
@@ -112,6 +112,7 @@ def _control_plane(record: ModelRecord, plan: PackedPlan) -> tuple[ProcessMemory
 
 
 PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else
+TELL_S = 5.0  # for agents to answer where the others serve chunks
 FREED_S = 30.0  # a model that is being released has freed its places and memory by then
 
 RankEvent = load_state.RankReady | load_state.RankLost | load_state.RankReplaced
@@ -157,8 +158,8 @@ class LoadRun:
                 except (NodeLost, ClusterLost, RayError, TimeoutError) as error:
                     if not await self._relocating.is_needed(error):
                         raise
-                    await self._relocating.run()
-            await tend_all(self._record.placements, self._tend, self._relocating.run)
+                    await self._move()
+            await tend_all(self._record.placements, self._tend, self._move)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -172,7 +173,7 @@ class LoadRun:
             await find_workers_again(self._record, incarnations)
             for placement in self._record.placements.values():
                 await self._rank_event(load_state.RankReplaced, placement)
-            await tend_all(self._record.placements, self._tend, self._relocating.run)
+            await tend_all(self._record.placements, self._tend, self._move)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -273,8 +274,15 @@ class LoadRun:
         if record.message:
             await record.touch("")
 
-    async def tell_members(self, but: str) -> None:
-        """Tell the agents, except that of the node `but`, where all nodes serve chunks now. Those that are not well
+    async def _move(self) -> set[int]:
+        """Move the ranks of lost nodes (`Relocation.run`). First the other nodes are told not to ask those."""
+        living = await asyncio.to_thread(nodes.living_nodes)
+        if self._record.lose_peers(living):
+            await self.tell_members(self._record.nodes.keys() - living.keys())
+        return await self._relocating.run()
+
+    async def tell_members(self, but: Collection[str]) -> None:
+        """Tell the agents, except those of the nodes `but`, where all nodes serve chunks now. Those that are not well
         read from the store.
         """
         record, members = self._record, await in_message(self._members().pack())
@@ -282,8 +290,9 @@ class LoadRun:
         def tell(agent: Any) -> Any:
             return agent.update_members.remote(record.model_id, members)
 
-        with contextlib.suppress(RayError, LongshoreError, TimeoutError):
-            await settled(self._agents.ask(node_id, tell) for node_id in record.nodes if node_id != but)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TELL_S):
+                await settled(self._agents.ask(node_id, tell) for node_id in record.nodes if node_id not in but)
 
     def _members(self) -> Members:
         return self._record.members(self._models.values())

@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,6 +143,10 @@ class ModelRecord:
     def __post_init__(self) -> None:
         self.worker_group_id = self.worker_group_id or self.model_id
 
+    def explain(self, note: str) -> None:
+        """Note for people why the load is placed where it is; empty: for no reason of its own."""
+        self.note = note
+
     def note_peers(self, infos: Iterable[NodeInfo]) -> None:
         """Note where these nodes serve chunks to others."""
         self.peers |= {info.node_id: info.peer for info in infos}
@@ -154,6 +158,12 @@ class ModelRecord:
         was_known = node_id in self.peers
         self.peers[node_id] = peer
         return was_known and bool(self.begun)
+
+    def lose_peers(self, living: Collection[str]) -> bool:
+        """Note that nodes which live no more serve nothing. Return whether the others should be told."""
+        lost = {node_id for node_id, peer in self.peers.items() if peer is not None and node_id not in living}
+        self.peers |= dict.fromkeys(lost)
+        return bool(lost)
 
     def members(self, others: Iterable[ModelRecord] = ()) -> Members:
         """Return the nodes that may read chunks from each other; none where no node serves any.

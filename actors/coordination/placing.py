@@ -99,7 +99,7 @@ async def take_placements(
         else assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
     )
     chosen = {infos[index].host: infos[index].held_share for index in assigned if infos[index].held_share}
-    record.note = note_held(chosen) if chosen and len(set(assigned)) < len(infos) else ""
+    record.explain(note_held(chosen) if chosen and len(set(assigned)) < len(infos) else "")
     if request.device == "cuda":
         sizes = [gpus] if gpus > 1 else bundles_for(layout, [info.gpus_free for info in choice.nodes])
         of_rank = (0,) if gpus > 1 else bundle_of_ranks(sizes)
@@ -129,7 +129,7 @@ async def _have_group_there(
         await nodes.group_ready(record.group, record.request, holders)
     except NotEnoughResources:
         await _ask_for(record, [])
-        record.note = ""
+        record.explain("")
         return False
     return True
 

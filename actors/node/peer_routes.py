@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,11 +160,14 @@ class PeerRoutes:
                 self._left_out[at] = until_s
 
     def update(self, members: Members) -> None:
-        """Take over where nodes serve chunks now: the agent of one was restarted."""
-        for node in members.nodes:
-            at = self._index.get(node.node_id)
-            if at is not None and at < self._serving and node.peer not in (None, self._nodes[at].peer):
-                self._nodes[at] = node
+        """Take over where nodes serve chunks now: an agent was restarted, or a node is lost and no member any more."""
+        now = {node.node_id: node.peer for node in members.nodes}
+        for at, node in enumerate(self._nodes[: self._serving]):
+            peer = now.get(node.node_id)
+            if peer is None:
+                self._left_out[at] = math.inf
+            elif peer != node.peer:
+                self._nodes[at] = replace(node, peer=peer)
                 self._left_out.pop(at, None)
 
     def asked_by(self, node_id: str, chunk: int, now_s: float) -> None:

@@ -11,7 +11,7 @@ can only pass on a chunk that it has whole.
 
 `os.sendfile` lets the socket refer to the pages of the arena. So the slot may only be reused when the receiver has
 every byte, which the empty line says (RFC 9112, section 2.2 lets one stand before a request). A receiver that stays
-silent loses its hold after `patience_s`. Then bytes in flight may change, which the receiver's digest shows.
+silent loses its hold after `patience_s`. Its connection is reset before, so that no byte of the slot is sent later.
 
 Bytes travel in clear text, as TLS in this process would copy them. A proof is an HMAC-SHA256 with the load's key over
 nonce, path and range. It shows that the sender takes part in the load. It is of no use on another connection.
@@ -28,6 +28,7 @@ import secrets
 import select
 import socket
 import socketserver
+import struct
 import threading
 import time
 from collections import deque
@@ -309,6 +310,8 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 received = self._send(found, ByteRange(int(asked[1]), max(int(asked[1]), int(asked[2]) + 1)))
             finally:
+                if not received and self.close_connection:
+                    self._reset()
                 found.release(received)
 
     def _is_proved(self, key: bytes | None, path: str, range_header: str) -> bool:
@@ -375,6 +378,13 @@ class _Handler(BaseHTTPRequestHandler):
                     return False  # the file was cut short
                 at, size_bytes = at + sent_bytes, size_bytes - sent_bytes
         return True
+
+    def _reset(self) -> None:
+        """Close the connection so that the kernel sends nothing more of a slot that may have another chunk soon."""
+        with self.server.lock, contextlib.suppress(OSError):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.server.open.discard(self.connection)
+            os.close(self.connection.detach())
 
     def _send_digest(self, chunk: ServedChunk) -> None:
         if chunk.digest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -158,3 +159,14 @@ def test_with_very_many_different_parts_nodes_form_blocks(monkeypatch: pytest.Mo
         first = first_sources(routes, chunk, list(routes))
         assert list(first.values()).count(None) == 3
         assert all(source is None or int(source[5:]) // 2 == int(node[5:]) // 2 for node, source in first.items())
+
+
+def test_a_node_that_is_no_member_any_more_is_asked_for_nothing():
+    tables = tables_of({rank: range(CHUNKS) for rank in range(7)})
+    nodes = nodes_of(7)
+    routes = routes_of(nodes, tables)["node-0"]
+    moved = replace(nodes[1], peer=Peer("10.0.0.9", 1001, "restarted"))
+    routes.update(Members((nodes[0], moved, *nodes[3:6], replace(nodes[6], peer=None)), b"key"))
+    routes.forget(1e9)
+    asked = {source.peer for chunk in range(CHUNKS) for source in routes.sources(chunk)}
+    assert asked == {moved.peer, *(node.peer for node in nodes[3:6])}
