@@ -35,16 +35,14 @@ from cluster.planning.packed_plan import ReaderTables
 from storage.arena.slots import CachedChunk
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.host.processes import ProcessId
-from storage.peers import Peer
+from storage.peers import PATIENCE_S, Peer
 from storage.peers.chunk_server import SENDING, TURN_S
-from storage.peers.peer_client import AVOID_S
+from storage.peers.peer_client import AVOID_S, GRACE_S, SHARE, TOO_SLOW
 
 PIECES = 4  # of a chunk
 ON_THE_WAY = 2  # pieces of one transfer that have left and not arrived
 CONNECT_S = 2.0  # until a client gives up a host that does not answer to a new connection
-PATIENCE_S = 10.0  # until a server gives up a receiver that takes nothing
 TICK_S = 0.5  # between two looks of an agent at its deadlines
-TOO_SLOW, GRACE_S, SHARE = 6.0, 2.0, 0.1  # as in storage.peers.peer_client
 
 
 @dataclass(frozen=True, slots=True, eq=False)

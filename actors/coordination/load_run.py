@@ -41,7 +41,6 @@ from cluster.errors import (
     RankTaken,
 )
 from cluster.joining.node_tasks import unwrapped
-from cluster.messages import Members
 from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
 from cluster.scheduling.topology import IdleWorkerGroup
@@ -253,12 +252,16 @@ class LoadRun:
         await FitChoice(self._record, self._planner, self._agents, self._config, self._worker_groups).choose(
             plan, others, worker_group
         )
-        await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
+        members = await self._packed_members()
+        await asyncio.gather(*(self.begin_on(node_id, members) for node_id in self._record.nodes))
         await self._event(load_state.Started)
 
-    async def begin_on(self, node_id: str) -> None:
-        """Tell one agent; again after it was restarted, with what its ranks have already."""
-        record, members = self._record, await in_message(self._members().pack())
+    async def begin_on(self, node_id: str, members: Any = None) -> None:
+        """Tell one agent; again after it was restarted, with what its ranks have already.
+
+        `members`: packed, if they are known.
+        """
+        record, members = self._record, await self._packed_members() if members is None else members
         shared = await self._source.shared(apart=not isinstance(members, bytes))
 
         def begin(agent: Any, attempt: int) -> Any:
@@ -285,7 +288,7 @@ class LoadRun:
         """Tell the agents, except those of the nodes `but`, where all nodes serve chunks now. Those that are not well
         read from the store.
         """
-        record, members = self._record, await in_message(self._members().pack())
+        record, members = self._record, await self._packed_members()
 
         def tell(agent: Any) -> Any:
             return agent.update_members.remote(record.model_id, members)
@@ -294,8 +297,9 @@ class LoadRun:
             async with asyncio.timeout(TELL_S):
                 await settled(self._agents.ask(node_id, tell) for node_id in record.nodes if node_id not in but)
 
-    def _members(self) -> Members:
-        return self._record.members(self._models.values())
+    async def _packed_members(self) -> Any:
+        """Return the members as an argument of a remote call (`in_message`)."""
+        return await in_message(self._record.members(self._models.values()).pack())
 
     async def _check_slots_come(self, node_id: str, attempt: int, waited_s: float) -> None:
         """Returns while the load may go on waiting for slots. Raises ArenaBusy, which names who holds them."""

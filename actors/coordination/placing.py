@@ -74,8 +74,6 @@ async def take_placements(
         return None
     taken = _cpu_placements(others, worker_groups)
     infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
-    if record.plan is not None:
-        infos = await nodes.with_held(infos, record.plan, request.store.ref.identity())
     gpus = request.gpus_per_rank
     try:
         choice = choose(worker_groups.idle(), infos, layout, request.device, cpu_ranks_per_node, holders, gpus)
@@ -92,13 +90,16 @@ async def take_placements(
         record.take_over(choice.take, worker_group.group, worker_group.placements)
         return worker_group.idle
     await finished(worker_groups.end(choice.end))
+    free = list(choice.nodes)
+    if record.plan is not None:
+        free = await nodes.with_held(free, record.plan, request.store.ref.identity())
     # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
     assigned = (
-        assign_gpus(choice.nodes, gpus, holders)
+        assign_gpus(free, gpus, holders)
         if gpus > 1
-        else assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
+        else assign_ranks(free, layout, request.device, cpu_ranks_per_node, holders)
     )
-    chosen = {infos[index].host: infos[index].held_share for index in assigned if infos[index].held_share}
+    chosen = {free[index].host: free[index].held_share for index in assigned if free[index].held_share}
     record.explain(note_held(chosen) if chosen and len(set(assigned)) < len(infos) else "")
     if request.device == "cuda":
         sizes = [gpus] if gpus > 1 else bundles_for(layout, [info.gpus_free for info in choice.nodes])

@@ -160,7 +160,7 @@ class NodeLoad:
 
     @property
     def peers(self) -> PeerExchange | None:
-        """What this node gets from others, and has for them; None: it reads everything from the store."""
+        """The load's exchange with other nodes. None: it reads everything from the store."""
         return self._flow.peers
 
     def chunk_on_disk(self, chunk: int) -> tuple[bytes, int]:

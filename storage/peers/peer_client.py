@@ -54,9 +54,9 @@ _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_SIZES[PASSED_HASH]}}}")
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 _READ_S = PATIENCE_S - 2.0  # for a range by NIXL, well before the peer gives its hold up
-_TOO_SLOW = 6.0  # times slower than peers usually are
-_GRACE_S = 2.0  # before anybody is called slow
-_SHARE = 0.1  # of the newest chunk in what is usual
+TOO_SLOW = 6.0  # times slower than peers usually are
+GRACE_S = 2.0  # before anybody is called slow
+SHARE = 0.1  # of the newest chunk in what is usual
 
 
 class _Connection:
@@ -180,7 +180,7 @@ class PeerClient:
             if length != str(byte_range.size_bytes) or response.getheader("Transfer-Encoding"):
                 raise RangeMismatch("a node sends another range than was asked for", **where)
             begun_s = time.monotonic()
-            slowest_bytes_per_s = max(SLOWEST_BYTES_PER_S, self._usual_bytes_per_s / _TOO_SLOW)
+            slowest_bytes_per_s = max(SLOWEST_BYTES_PER_S, self._usual_bytes_per_s / TOO_SLOW)
             receive(
                 connection.sock,
                 response,
@@ -189,7 +189,7 @@ class PeerClient:
                 received,
                 where,
                 slowest_bytes_per_s=slowest_bytes_per_s,
-                grace_s=_GRACE_S,
+                grace_s=GRACE_S,
             )
             self._took(byte_range.size_bytes, time.monotonic() - begun_s)
             keep = self._acknowledge(connection)
@@ -211,7 +211,7 @@ class PeerClient:
     def _took(self, size_bytes: int, seconds: float) -> None:
         rate_bytes_per_s = size_bytes / max(seconds, 1e-6)
         usual = self._usual_bytes_per_s or rate_bytes_per_s
-        self._usual_bytes_per_s = usual + _SHARE * (rate_bytes_per_s - usual)
+        self._usual_bytes_per_s = usual + SHARE * (rate_bytes_per_s - usual)
 
     def _request(
         self, peer: Peer, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit, *, by_nixl: bool

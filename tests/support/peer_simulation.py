@@ -77,7 +77,7 @@ class Request:
 
 @dataclass
 class Asking:
-    """What became of the nodes that a lease names."""
+    """The state of the requests to the nodes that a lease names."""
 
     at: int = 0  # the one that is asked now
     failed: tuple[int, ...] = ()

@@ -211,7 +211,7 @@ def test_nobody_waits_for_ever_for_a_receiver_that_has_stopped():
 def test_a_node_that_is_far_slower_than_others_is_given_up(
     server: ChunkServer, client: PeerClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(peer_client, "_GRACE_S", 0.2)
+    monkeypatch.setattr(peer_client, "GRACE_S", 0.2)
     for _ in range(3):
         read(client, peer_of(server))
     usual_bytes_per_s = client._usual_bytes_per_s
