@@ -65,7 +65,7 @@ from storage.disk.files import DiskReader
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory, gpu_memory
 from storage.host.processes import ProcessId, may_map, processes_mapping
-from storage.peers import Peer
+from storage.peers import Asker, NoChunk, Peer
 from storage.peers.chunk_server import ChunkServer, ServedChunk
 from storage.peers.nixl_carrier import RegisteredWindow
 
@@ -100,9 +100,6 @@ class Survivors:
         return gone
 
 
-PEER_WAIT_S = 15.0  # for a chunk that this node is about to read; receivers wait a little longer for a byte
-
-
 class PeerShelf:
     """The chunks that an agent has for other nodes: a `ChunkShelf`. Each call takes the agent's lock.
 
@@ -126,30 +123,42 @@ class PeerShelf:
         self._usable = usable
         self._numbers = itertools.count(1)
         self._process = ProcessId.current()
+        self._waiting: dict[tuple[str, int], list[threading.Event]] = {}  # (load, chunk) -> requests that wait for it
 
     def load_key(self, load_id: str) -> bytes | None:
         """See `ChunkShelf`."""
         with self._changed:
             return self._ledger.peer_key(load_id) or None
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
+    def take(self, load_id: str, chunk: int, asker: Asker, wait_s: float) -> ServedChunk | NoChunk:
         """See `ChunkShelf`."""
-        reader, give_up_s = f"peer-{next(self._numbers)}", time.monotonic() + PEER_WAIT_S
-        with self._changed:
-            while True:
+        reader, give_up_s = f"peer-{next(self._numbers)}", time.monotonic() + wait_s
+        came, wanted = threading.Event(), (load_id, chunk)
+        while True:
+            with self._changed:
+                if came in self._waiting.get(wanted, ()):
+                    self._waiting[wanted].remove(came)
                 arena = self._usable()
-                found = self._ledger.take_for_peer(load_id, chunk, self._process, reader, asker, time.monotonic())
-                if not isinstance(found, bool):
-                    return self._served(*found, chunk, reader, arena, asker)
+                found = self._ledger.take_for_peer(*wanted, self._process, reader, asker, time.monotonic())
+                if not isinstance(found, NoChunk):
+                    return self._served(*found, chunk, reader, arena, asker.node_id)
                 left_s = give_up_s - time.monotonic()
-                if not found or left_s <= 0:
-                    key, size_bytes = self._ledger.on_disk(load_id, chunk)
+                if found is not NoChunk.COMING or left_s <= 0:
+                    key, size_bytes = self._ledger.on_disk(*wanted)
                     break
-                self._changed.wait(left_s)
+                came.clear()
+                self._waiting.setdefault(wanted, []).append(came)
+            came.wait(left_s)
         if not key or self._disk is None:
-            return None
+            return found
         file, offset = self._disk.open_bytes(key, size_bytes)
         return ServedChunk(file, offset, size_bytes, b"", lambda received: os.close(file))
+
+    def wake(self) -> None:
+        """Let the requests go on whose chunks have come. Call it with the agent's lock."""
+        for wanted in self._ledger.take_news():
+            for came in self._waiting.pop(wanted, ()):
+                came.set()
 
     def _served(
         self, load: NodeLoad, cached: CachedChunk, chunk: int, reader: str, arena: Arena, asker: str
@@ -213,6 +222,7 @@ class NodeAgent:
         self._survivors = Survivors("", self._incarnation, restored=False)
         self._threads: list[threading.Thread] = []
         self._door: Door | None = None
+        self._shelf: PeerShelf | None = None
         self._chunk_server: ChunkServer | None = None
         self._peer: Peer | None = None  # where it serves chunks
         self._served_disk: DiskReader | None = None
@@ -266,6 +276,7 @@ class NodeAgent:
             self._served_disk = DiskReader(self._disk.path) if self._disk.path else None
             shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation, self._served_disk)
             self._chunk_server = ChunkServer(shelf, host, port, window=self._registered_window())
+            self._shelf = shelf
             self._peer = Peer(host, self._chunk_server.port, self._incarnation)
         except LongshoreError as error:
             _LOG.error("%s", error, extra=self._about)
@@ -457,6 +468,8 @@ class NodeAgent:
             self._kept.look()
             settled = update.leaving and self._survivors.settles(update.process, update.others)
             orders, others_may_go_on = self._ledger.exchange(update, time.monotonic(), settled=settled)
+            if update.committed and self._shelf is not None:
+                self._shelf.wake()
             if others_may_go_on:
                 self._changed.notify_all()
             while orders is None and (left_s := deadline_s - time.monotonic()) > 0:

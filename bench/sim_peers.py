@@ -23,8 +23,6 @@ import numpy as np
 
 from actors.node.chunk_flow import JobTables
 from actors.node.peer_routes import PeerRoutes
-from actors.node_agent import PEER_WAIT_S
-from actors.rank.chunk_fetcher import PEER_READ_TIMEOUT_S
 from actors.rank.state import FetchedChunk
 from bench.sim_flows import Clock
 from bench.sim_node import LOAD, Rates, SimAgent, SimRank
@@ -35,8 +33,8 @@ from cluster.planning.packed_plan import ReaderTables
 from storage.arena.slots import CachedChunk
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.host.processes import ProcessId
-from storage.peers import PATIENCE_S, Peer
-from storage.peers.chunk_server import SENDING, TURN_S
+from storage.peers import PATIENCE_S, READ_TIMEOUT_S, Asker, NoChunk, Peer
+from storage.peers.chunk_server import SENDING, TURN_S, WAIT_S
 from storage.peers.peer_client import AVOID_S, GRACE_S, SHARE, TOO_SLOW
 
 PIECES = 4  # of a chunk
@@ -190,7 +188,6 @@ class FeedingNode(SimAgent):
         self.is_dead = False
         self.rank = FeedingRank(self, number, dict(enumerate(self.sizes)))
         self.ranks = [self.rank]
-        self.refused = 0  # requests
         self._job = NodeJob(
             load_id=LOAD,
             attempt=1,
@@ -233,16 +230,14 @@ class FeedingNode(SimAgent):
             self._take(transfer)
 
     def _take(self, transfer: Transfer) -> None:
-        chunk, asker = transfer.fetch.lease.chunk, transfer.fetch.rank.node.node_id
-        now_s = self.clock.now_s
-        found = self.ledger.take_for_peer(LOAD, chunk, self._process, transfer.reader, asker, now_s)
-        if found is True and now_s - transfer.asked_s < PEER_WAIT_S:
-            self._waiting.setdefault(chunk, []).append(transfer)
-        elif isinstance(found, bool):
+        lease, now_s = transfer.fetch.lease, self.clock.now_s
+        asker = Asker(transfer.fetch.rank.node.node_id, lease.share_left)
+        found = self.ledger.take_for_peer(LOAD, lease.chunk, self._process, transfer.reader, asker, now_s)
+        if found is NoChunk.COMING and now_s - transfer.asked_s < WAIT_S:
+            self._waiting.setdefault(lease.chunk, []).append(transfer)
+        elif isinstance(found, NoChunk):
             self._open.discard(transfer)
-            transfer.ended = True
-            self.refused += 1
-            transfer.fetch.rank.not_there(transfer)
+            transfer.fetch.rank.not_there(transfer, "peer_slow" if found is NoChunk.TOO_SLOW else "peer_without_chunk")
         else:
             transfer.cached = found[1]
             self._free_turns -= 1
@@ -358,9 +353,7 @@ class FeedingRank(SimRank):
         elif self._avoid.get(source.number, 0.0) > clock.now_s:
             self._failed(transfer, "peer_unavailable")
         elif source.is_dead:
-            clock.after(
-                PEER_READ_TIMEOUT_S if source.number in self._known else CONNECT_S, lambda: self._lost(transfer)
-            )
+            clock.after(READ_TIMEOUT_S if source.number in self._known else CONNECT_S, lambda: self._lost(transfer))
         else:
             clock.after(node.rates.peer_latency_s, lambda: source.asked(transfer))
 
@@ -385,16 +378,15 @@ class FeedingRank(SimRank):
 
     # -- nodes that do not send --------------------------------------------------------------------------------
 
-    def not_there(self, transfer: Transfer) -> None:
-        """The other node does not have the chunk."""
+    def not_there(self, transfer: Transfer, cause: str) -> None:
+        """The other node sends nothing."""
         self._known.add(transfer.server.number if transfer.server is not None else -1)
-        self._failed(transfer, "peer_without_chunk")
+        self._failed(transfer, cause)
 
     def wait_in_vain(self, transfer: Transfer) -> None:
         """The other node is gone. Nothing comes any more."""
         clock = self.node.clock
-        since_s = clock.now_s if transfer.begun_s else transfer.asked_s
-        clock.at(max(clock.now_s, since_s + PEER_READ_TIMEOUT_S), lambda: self._lost(transfer))
+        clock.after(READ_TIMEOUT_S, lambda: self._lost(transfer))
 
     def _lost(self, transfer: Transfer) -> None:
         if not transfer.ended and transfer.server is not None and not self.node.is_dead:

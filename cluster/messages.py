@@ -231,6 +231,7 @@ class LeaseOrder:
     peers: tuple[PeerSource, ...] = ()  # nodes that have the chunk, or will, to be asked in this order; then the store
     pass_digest: bool = False  # it has no published digest, and other nodes get it with one by `PASSED_HASH`
     feeds: bool = False  # other nodes read the chunk from this one, and wait for the report that it is here
+    share_left: float | None = None  # see `storage.peers.Asker`
 
 
 @dataclass(frozen=True, slots=True)

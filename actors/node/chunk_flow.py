@@ -345,7 +345,7 @@ class ChunkFlow:
             if self._cache.in_flight(key):
                 self.queue.wait_for(chunk, key)  # the same bytes are on their way under another lease
                 continue
-            if self.peers is not None and not self.peers.has_room(chunk, self._running()):
+            if self.peers is not None and not self.peers.has_room(chunk, self._running):
                 if self.peers.looks_no_further:
                     return None
                 continue
@@ -397,7 +397,9 @@ class ChunkFlow:
         if lease is not None and lease.read is None and may_use_disk and not peers:
             self.hedges.begun(lease_id, chunk, now_s)
         passes = self.peers is not None and not self.keys.published(chunk)[0]
-        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk, read, keep, peers, passes, feeds)
+        left = None if self.peers is None else self.peers.share_left
+        deadline_s = self._job.lease_deadline_s
+        return LeaseOrder(lease_id, chunk, slot, deadline_s, on_disk, read, keep, peers, passes, feeds, left)
 
     def _running(self) -> set[str]:
         """Return the ids of all leases."""

@@ -41,6 +41,7 @@ from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk, Lease
 from storage.errors import ArenaTooSmall, LongshoreError, RevisionMismatch
 from storage.host.processes import ProcessId
+from storage.peers import Asker, NoChunk
 
 
 class ModelCounters:
@@ -286,18 +287,23 @@ class NodeLedger:
                 load.peers.update(members)
 
     def take_for_peer(
-        self, load_id: str, chunk: int, process: ProcessId, reader: str, asker: str, now_s: float
-    ) -> tuple[NodeLoad, CachedChunk] | bool:
-        """Hold a chunk of the load for another node. False: this node does not get it. True: it is on its way."""
-        on_the_way = False
+        self, load_id: str, chunk: int, process: ProcessId, reader: str, asker: Asker, now_s: float
+    ) -> tuple[NodeLoad, CachedChunk] | NoChunk:
+        """Hold a chunk of the load for another node."""
+        why_not = NoChunk.MISSING
         for load in self._parts(load_id):
             if load.peers is None or load.error is not None:
                 continue
             found = load.peers.take(chunk, process, reader, asker, now_s)
-            if not isinstance(found, bool):
+            if not isinstance(found, NoChunk):
                 return load, found
-            on_the_way = on_the_way or found
-        return on_the_way
+            why_not = found if why_not is not NoChunk.COMING else why_not
+        return why_not
+
+    def take_news(self) -> list[tuple[str, int]]:
+        """Return (load, chunk) of what has come since the last call, as far as other nodes may wait for it."""
+        exchanges = ((load.load_id, load.peers) for load in self._loads.values())
+        return [(load_id, chunk) for load_id, peers in exchanges if peers is not None for chunk in peers.take_news()]
 
     def on_disk(self, load_id: str, chunk: int) -> tuple[bytes, int]:
         """Return key and size of a chunk on the node's disk that another node can check; no key: there is none."""

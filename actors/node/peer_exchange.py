@@ -11,13 +11,17 @@ slot, in its home and in all nodes on its ways.
 
 A chunk waits a few seconds for nodes that have not asked for it. Then they are *late*: nothing is kept for them until
 they ask for something that is still to come.
+
+A node that is far slower than the others says so to those that ask, and they leave it out for a while. It is slow in
+sending when requests for chunks that it has stay in line, however many it sends. It is slow in receiving when a node
+that waits for it has far more of what it needs, and still has after many chunks have come here.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,10 +31,18 @@ from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
+from storage.peers import Asker, NoChunk
 
+# Chunks that a node waits for at one time. With fewer, one that comes over several nodes is asked for too late; with more
+# the first ones come late, as all share the links. In `bench.simulate_peers` 32 were too few for 64 nodes.
+MOST_ASKED = 48
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
+FAR_BEHIND = 64  # chunks: so many that a node which only began later has caught up after it has got as many
+SLOW_S = 10.0  # a slow node refuses the others of its load so long
 PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
-MOST_READERS = 24  # with so many requests in line to be sent, further ones are quicker at another node
+# Requests in line to be sent. Nodes have no more than MOST_ASKED on average: one that sends so many more, and has as many
+# in line again, is slow.
+MOST_READERS = 64
 _ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
 
 
@@ -83,32 +95,46 @@ class PeerExchange:
         self._asking: dict[tuple[int, str], float] = {}  # (chunk, node that waits for it) -> when it was seen last
         self._reading: Counter[tuple[int, str]] = Counter()
         self._late: set[str] = set()
+        self._news: list[int] = []  # chunks that have come since `take_news`
+        self._needed_chunks = max(1, len(queue.chunks()))
+        self._come = 0  # chunks that were committed
+        self._given = 0  # times that another node has read a chunk, or has stopped
+        self._full_at: int | None = None  # the same, when the line of requests became too long
+        self._ahead: dict[str, int] = {}  # node that waited here while it had far more -> what had come until then
+        self._slow_until_s = 0.0
 
     # -- leases ------------------------------------------------------------------------------------------------
 
-    def has_room(self, chunk: int, running: Collection[str]) -> bool:
-        """Return whether the chunk may be leased now. If not, set it aside. `running`: ids of all leases."""
+    def has_room(self, chunk: int, running: Callable[[], Collection[str]]) -> bool:
+        """Return whether the chunk may be leased now. If not, set it aside. `running` returns the ids of all leases."""
         feeds = bool(self._routes.askers(chunk) - self._late)
-        if not feeds and not self._routes.sources(chunk):
+        asks = bool(self._routes.sources(chunk))
+        if not (feeds or asks) or self._fits(chunk, feeds=feeds, asks=asks):
             return True
-        for lease_id in [lease_id for lease_id in self._leases if lease_id not in running]:
+        still = running()
+        ended = [lease_id for lease_id in self._leases if lease_id not in still]
+        for lease_id in ended:
             del self._leases[lease_id]
-        alike = [lease.chunk for lease in self._leases.values() if lease.feeds == feeds]
-        alike += self._kept if feeds else ()
-        half = max(1, self._cache.window_slots // 2)
-        if len(alike) < (half if feeds else max(1, half - 1)):
-            return True
-        others = (lease.chunk for lease in self._leases.values() if lease.feeds != feeds)
-        if chunk < min(alike) and all(chunk < other for other in others) and all(chunk < each for each in self._kept):
+        if ended and self._fits(chunk, feeds=feeds, asks=asks):
             return True
         self._queue.wait_for(chunk, ("aside", chunk))
         heapq.heappush(self._aside[feeds], chunk)
         return False
 
+    def _fits(self, chunk: int, *, feeds: bool, asks: bool) -> bool:
+        leases = self._leases.values()
+        half = max(1, self._cache.window_slots // 2)
+        alike = sum(lease.feeds == feeds for lease in leases) + (len(self._kept) if feeds else 0)
+        fits = alike < (half if feeds else max(1, half - 1))
+        if fits and not (asks and sum(bool(lease.sources) for lease in leases) >= MOST_ASKED):
+            return True
+        return all(chunk < lease.chunk for lease in leases) and all(chunk < each for each in self._kept)
+
     @property
     def looks_no_further(self) -> bool:
         """True when so many chunks were set aside that no further ones should be."""
-        return sum(map(len, self._aside.values())) >= self._cache.window_slots
+        asked = sum(bool(lease.sources) for lease in self._leases.values())
+        return asked >= MOST_ASKED or sum(map(len, self._aside.values())) >= self._cache.window_slots
 
     def take_up(self) -> None:
         """Let one chunk of each kind that was set aside be leased."""
@@ -127,11 +153,18 @@ class PeerExchange:
             self._leases[lease_id] = _PeerLease(chunk, sources, feeds)
         return sources, feeds
 
+    @property
+    def share_left(self) -> float | None:
+        """Which part of what this node needs is missing, as it tells others; None: it takes from slow nodes too."""
+        return None if self._routes.leaves_out_many else self._queue.share_left
+
     def committed(self, commit: Commit, cached: CachedChunk, now_s: float) -> None:
         """A lease has brought its chunk, which is at `cached`. It stays in the window until the others have it.
 
         A chunk that the arena keeps anyway needs no place in the window.
         """
+        self._news.append(commit.chunk)
+        self._come += 1
         lease = self._leases.pop(commit.lease_id, None)
         sources = () if lease is None else lease.sources
         for source in (sources[at] for at in commit.failed_peers if at < len(sources)):
@@ -148,28 +181,53 @@ class PeerExchange:
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
-    def take(self, chunk: int, process: ProcessId, reader: str, asker: str, now_s: float) -> CachedChunk | bool:
-        """Hold the chunk for another node, the asker, which reads it until it is `given`.
-
-        Returns False if this node does not get it, and True if it is on its way.
-        """
+    def take(self, chunk: int, process: ProcessId, reader: str, asker: Asker, now_s: float) -> CachedChunk | NoChunk:
+        """Hold the chunk for another node, the asker, which reads it until it is `given`."""
         if not self._queue.knows(chunk):
-            return False
-        self._routes.asked_by(asker, chunk, now_s)
-        if len(self._reading) >= MOST_READERS and (chunk, asker) not in self._asking:
-            return False
+            return NoChunk.MISSING
+        node_id, may_wait = asker.node_id, self._routes.may_wait(asker.node_id, chunk)
+        self._routes.asked_by(node_id, chunk, now_s)
+        compares = asker.share_left is not None and self._routes.is_member(node_id)
+        if compares and self._is_slow(now_s):
+            return NoChunk.TOO_SLOW
         cached = self._cache.copy(self._keys[chunk])
         if cached is not None and self._needs_digest and chunk not in self._digests:
-            return False  # another load brought it: nobody knows whether these are the bytes that were read
+            return NoChunk.MISSING  # another load brought it: nobody knows whether these are the bytes that were read
         if cached is not None and self._cache.hold(cached, process, reader, owner=self._part):
-            self._asking.pop((chunk, asker), None)
-            self._reading[chunk, asker] += 1
+            self._asking.pop((chunk, node_id), None)
+            self._reading[chunk, node_id] += 1
             return cached
-        if self._queue.state(chunk) not in _ON_THE_WAY or not self._routes.may_wait(asker, chunk):
-            return cached is not None
-        self._late.discard(asker)
-        self._asking[chunk, asker] = now_s
-        return True
+        if self._queue.state(chunk) not in _ON_THE_WAY or not may_wait:
+            return NoChunk.MISSING if cached is None else NoChunk.COMING
+        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._stays_behind(asker):
+            self._slow_until_s = now_s + SLOW_S
+            return NoChunk.TOO_SLOW
+        self._late.discard(node_id)
+        self._asking[chunk, node_id] = now_s
+        return NoChunk.COMING
+
+    def _is_slow(self, now_s: float) -> bool:
+        """Return whether other nodes of the load should leave this one out."""
+        if len(self._reading) < MOST_READERS:
+            self._full_at = None
+        elif self._full_at is None:
+            self._full_at = self._given
+        elif self._given - self._full_at >= MOST_READERS:
+            self._slow_until_s = now_s + SLOW_S
+        return now_s < self._slow_until_s
+
+    def _stays_behind(self, asker: Asker) -> bool:
+        """Return whether this node is far behind the asker, and does not catch up."""
+        ahead_chunks = (self._queue.share_left - (asker.share_left or 0.0)) * self._needed_chunks
+        if ahead_chunks <= FAR_BEHIND:
+            self._ahead.pop(asker.node_id, None)
+            return False
+        return self._come - self._ahead.setdefault(asker.node_id, self._come) >= FAR_BEHIND
+
+    def take_news(self) -> list[int]:
+        """Return the chunks that have come since the last call."""
+        news, self._news = self._news, []
+        return news
 
     def digest(self, chunk: int) -> bytes:
         """Return the digest that other nodes get with the chunk; empty: they know the published one."""
@@ -180,6 +238,7 @@ class PeerExchange:
     ) -> None:
         """Release a chunk that another node has read, or has stopped reading. When all have it, it may go."""
         self._cache.release(cached, process, reader)
+        self._given += 1
         self._reading[chunk, asker] -= 1
         if not self._reading[chunk, asker]:
             del self._reading[chunk, asker]

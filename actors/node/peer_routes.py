@@ -159,6 +159,11 @@ class PeerRoutes:
             if node.peer == source.peer:
                 self._left_out[at] = until_s
 
+    @property
+    def leaves_out_many(self) -> bool:
+        """True when so many nodes are left out that slow ones are better than none."""
+        return len(self._left_out) > max(1, len(self._nodes) // 8)
+
     def update(self, members: Members) -> None:
         """Take over where nodes serve chunks now: an agent was restarted, or a node is lost and no member any more."""
         now = {node.node_id: node.peer for node in members.nodes}
@@ -181,6 +186,10 @@ class PeerRoutes:
             if at == own:
                 return
             self._bypassed[order.node(at, turn)] = now_s + LEFT_OUT_S
+
+    def is_member(self, node_id: str) -> bool:
+        """Return whether the other node takes part in the load since it began."""
+        return node_id in self._index
 
     def may_wait(self, node_id: str, chunk: int) -> bool:
         """Return whether another node may wait here for the chunk: it comes after this one in the order.

@@ -39,7 +39,7 @@ from storage.arena.arena import Arena
 from storage.checksum import Hasher, Span, SpanHasher, new_hasher
 from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, IntegrityError, LongshoreError, ReadEnded
-from storage.peers import PASSED_HASH, PeerCarrier
+from storage.peers import PASSED_HASH, READ_TIMEOUT_S, PeerCarrier
 from storage.stores.object_store import ByteRange, ObjectStore, cut, read_pieces
 from storage.stores.requests import ReadLimit, ReadLimits
 
@@ -196,7 +196,7 @@ def _why_not(error: LongshoreError) -> str:
     """Return why another node did not send a chunk, as it is counted among the retries."""
     if isinstance(error, IntegrityError):
         return "peer_damaged"
-    return "peer_without_chunk" if error.details.get("status") == 404 else "peer_unavailable"
+    return {404: "peer_without_chunk", 503: "peer_slow"}.get(error.details.get("status", 0), "peer_unavailable")
 
 
 def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
@@ -210,7 +210,6 @@ def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
 
 
 _LOG = logging.getLogger("longshore.rank")
-PEER_READ_TIMEOUT_S = 20.0  # longer than nodes wait for a chunk that is on its way to them
 _NOTABLE = ("digest_mismatch", "object_changed", "credentials_expired")  # logged even when a later try succeeds
 
 
@@ -404,7 +403,8 @@ class ChunkFetcher:
                 from storage.peers.peer_client import PeerClient
 
                 nixl = PROCESS_NIXL if self._carrier == "nixl" else None
-                self._peers = PeerClient(self._node_id, read_timeout_s=PEER_READ_TIMEOUT_S, nixl=nixl)
+                self._peers = PeerClient(self._node_id, read_timeout_s=READ_TIMEOUT_S, nixl=nixl)
+            self._peers.share_left = lease.share_left
         start = self._tables.chunks.byte_range(lease.chunk).start
         named = ((source.peer, source.load_id, source.key) for source in lease.peers)
         return [self._peers.chunk(*name, lease.chunk, start) for name in named]

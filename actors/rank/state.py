@@ -204,9 +204,8 @@ class RankState:
 
     @property
     def _peer_leases(self) -> int:
-        """Number of leases on chunks of other nodes, as far as they may be fetched at once."""
-        found = sum(bool(lease.peers) for lease in itertools.chain(self.leases, self.begun.values()))
-        return min(found, self._most)
+        """Number of leases on chunks of other nodes. All are fetched at once: the agent limits them."""
+        return sum(bool(lease.peers) for lease in itertools.chain(self.leases, self.begun.values()))
 
     def _startable(self) -> int | None:
         """Return which queued lease starts next.
@@ -214,10 +213,9 @@ class RankState:
         Requests to the store are limited by what it bears. Those to other nodes have places of their own: one that
         waits for a chunk that is to come must not keep this rank from reading what others wait for.
         """
-        store, peers = self.working + self._returning < self.requests, self.asking < self._most
-        if store and peers:
+        if self.working + self._returning < self.requests:
             return 0 if self.leases else None
-        return next((at for at, lease in enumerate(self.leases) if (peers if lease.peers else store)), None)
+        return next((at for at, lease in enumerate(self.leases) if lease.peers), None)
 
     def next_lease(self, now_s: float) -> LeaseOrder | None:
         """Return the lease whose fetch starts now; None when no fetch may start."""

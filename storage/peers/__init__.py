@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import hmac
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ NODE_HEADER = "X-Longshore-Node"  # incarnation of the node that is meant
 DIGEST_HEADER = "X-Longshore-Digest"  # of a chunk without a published one, in hex: that of the bytes its home read
 PASSED_HASH = "xxh3_128"  # its algorithm: it is for accidents, since nodes of a load trust each other
 ASKER_HEADER = "X-Longshore-Asker"  # id of the node that asks
+LEFT_HEADER = "X-Longshore-Left"  # `Asker.share_left`, 0.0 to 1.0
 CARRIER_HEADER = "X-Longshore-Carrier"  # "nixl": who asks can READ by NIXL
 PLACE_HEADER = "X-Longshore-Place"  # address of the range, for a READ
+ALIVE_S = 1.0  # a node says so often that it is alive, while the other waits for a chunk that is to come
+READ_TIMEOUT_S = 4.0  # a node that says nothing for this long is given up
 PATIENCE_S = 10.0  # a receiver that takes no byte, or does not say that it has all, loses its hold after this
 
 
@@ -34,6 +38,22 @@ class Peer:
 
     def __str__(self) -> str:
         return host_and_port(self.host, self.port)
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """The node that asks for a chunk."""
+
+    node_id: str
+    share_left: float | None = None  # which part of what it needs is missing there; None: it waits for slow nodes too
+
+
+class NoChunk(enum.Enum):
+    """Why a node does not send a chunk now. The value is the status of its answer."""
+
+    MISSING = 404  # it is not here, and does not come
+    COMING = 100  # it is on its way to this node: the other waits
+    TOO_SLOW = 503  # this node is far slower than others, who should leave it out
 
 
 def chunk_path(load_id: str, chunk: int) -> str:

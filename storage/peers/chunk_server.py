@@ -3,7 +3,8 @@
     GET /chunks/<load>/<chunk>     Range: bytes=0-8388607     Authorization: Longshore <proof>
         --> 206, and the bytes by sendfile; the chunk's slot stays held until the receiver sends an empty line
         --> 200, to X-Longshore-Carrier: nixl: no bytes, but where they are, for a READ by NIXL (`nixl_carrier`)
-        --> 404: not here; 410: another incarnation of this node is meant
+        --> 100 every second, while the chunk is on its way to this node or others are sent theirs before
+    --> 404: not here; 410: another incarnation of this node is meant; 503: this node is too slow, and to be left out
         --> 401 with a nonce: the first request of each connection is refused so, and proofs are made with its nonce
 
 One thread serves one connection. A few send at a time, in the order in which they have something to send: a receiver
@@ -32,20 +33,24 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 
 from storage.errors import LongshoreError, StoreError
 from storage.peers import (
+    ALIVE_S,
     ASKER_HEADER,
     CARRIER_HEADER,
     DIGEST_HEADER,
+    LEFT_HEADER,
     NODE_HEADER,
     PATIENCE_S,
     PLACE_HEADER,
     REALM,
+    Asker,
+    NoChunk,
     proof,
 )
 from storage.peers.nixl_carrier import RegisteredWindow
@@ -55,11 +60,13 @@ from storage.stores.object_store import ByteRange
 _LOG = logging.getLogger("longshore.peers")
 
 IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs for a shorter time
-SENDING = 4  # connections that send at one time
+SENDING = 8  # connections that send at one time: with fewer, slow receivers keep the link from others
+WAIT_S = 20.0  # longest wait for a chunk that is on its way to this node
 TURN_S = 2.0  # longest wait for a turn: a receiver that has stopped must not keep the others waiting
 PIECE_BYTES = 1 << 20  # between two looks at the rate
 PROGRESS_MS = 1  # between two calls of NIXL while a receiver READs
 _PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
+_LEFT = re.compile(r"[01]\.\d{1,9}")
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 
 
@@ -84,11 +91,8 @@ class ChunkShelf(Protocol):
         """Return the key of a load that this node takes part in."""
         ...
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
-        """Return the chunk, held. Waits a while for one that is on its way.
-
-        `asker`: id of the node that asks. None: this node does not get it.
-        """
+    def take(self, load_id: str, chunk: int, asker: Asker, wait_s: float) -> ServedChunk | NoChunk:
+        """Return the chunk, held. Waits so long for one that is on its way."""
         ...
 
 
@@ -123,22 +127,31 @@ class Turns:
         self._waiting: deque[threading.Event] = deque()
         self._lock = threading.Lock()
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def turn(self, still_there: Callable[[], object]) -> Iterator[None]:
+        """Wait for a turn, and have it. `still_there` is called every `ALIVE_S` before. It may raise."""
+        turn, waits = threading.Event(), True
         with self._lock:
             self._free -= 1
             if self._free >= 0:
-                return
-            turn = threading.Event()
-            self._waiting.append(turn)
-        if not turn.wait(self._patience_s):
-            with self._lock, contextlib.suppress(ValueError):  # ValueError: its turn has come just now
+                turn.set()
+            else:
+                self._waiting.append(turn)
+        give_up_s = time.monotonic() + self._patience_s
+        try:
+            while not turn.wait(min(ALIVE_S, left_s := give_up_s - time.monotonic())) and left_s > ALIVE_S:
+                still_there()
+            with self._lock, contextlib.suppress(ValueError):  # ValueError: its turn has come
+                waits = False
                 self._waiting.remove(turn)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._free += 1
-            if self._waiting:
-                self._waiting.popleft().set()
+            yield
+        finally:
+            with self._lock:
+                self._free += 1
+                if waits and turn in self._waiting:
+                    self._waiting.remove(turn)
+                elif self._waiting:
+                    self._waiting.popleft().set()
 
 
 class ChunkServer:
@@ -299,12 +312,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get(NODE_HEADER, "") != self.server.shelf.node:
             self._refuse(410)
             return
-        try:
-            found = self.server.shelf.take(named[1], int(named[2]), self.headers.get(ASKER_HEADER, ""))
-        except LongshoreError:
-            found = None
-        if found is None:
-            self._refuse(404)
+        found = self._take(named[1], int(named[2]))
+        if isinstance(found, NoChunk):
+            self._refuse(found.value)
         else:
             received = False
             try:
@@ -313,6 +323,25 @@ class _Handler(BaseHTTPRequestHandler):
                 if not received and self.close_connection:
                     self._reset()
                 found.release(received)
+
+    def _take(self, load_id: str, chunk: int) -> ServedChunk | NoChunk:
+        """Return the chunk, held, or why not. Waits for one that is on its way."""
+        left = self.headers.get(LEFT_HEADER, "")
+        asker = Asker(self.headers.get(ASKER_HEADER, ""), float(left) if _LEFT.fullmatch(left) else None)
+        for _ in range(int(WAIT_S / ALIVE_S)):
+            try:
+                found = self.server.shelf.take(load_id, chunk, asker, ALIVE_S)
+            except LongshoreError:
+                return NoChunk.MISSING
+            if found is not NoChunk.COMING:
+                return found
+            self._say_alive()
+        return NoChunk.MISSING
+
+    def _say_alive(self) -> None:
+        """Let a receiver that waits know that this node lives (RFC 9110, section 15.2.1)."""
+        self.send_response_only(100)
+        self.end_headers()
 
     def _is_proved(self, key: bytes | None, path: str, range_header: str) -> bool:
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
@@ -324,7 +353,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted.end > chunk.size_bytes or not wanted.size_bytes:
             self._refuse(416)
             return False
-        with self.server.turns:
+        with self.server.turns.turn(self._say_alive):
             if not (self._let_read(chunk, wanted) or self._send_bytes(chunk, wanted)):
                 return False
         with self.server.lock:

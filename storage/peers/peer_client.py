@@ -25,10 +25,12 @@ from storage.peers import (
     ASKER_HEADER,
     CARRIER_HEADER,
     DIGEST_HEADER,
+    LEFT_HEADER,
     NODE_HEADER,
     PASSED_HASH,
     PATIENCE_S,
     PLACE_HEADER,
+    READ_TIMEOUT_S,
     REALM,
     Peer,
     chunk_path,
@@ -76,15 +78,16 @@ class PeerClient:
         asker: str,
         *,
         connect_timeout_s: float = 2.0,
-        read_timeout_s: float = 10.0,
+        read_timeout_s: float = READ_TIMEOUT_S,
         nixl: NixlReader | None = None,
     ) -> None:
         """
         Args:
             asker: This node's id.
-            read_timeout_s: A peer that sends no byte for this long is given up.
+            read_timeout_s: A peer that sends no byte for this long is given up. One that lives sends some each second.
             nixl: READs from peers that let it. None: all send bytes.
         """
+        self.share_left: float | None = None  # see `Asker`
         self._asker = asker
         self._nixl = nixl
         self._connect_timeout_s = connect_timeout_s
@@ -174,7 +177,7 @@ class PeerClient:
                 keep = left is None and self._acknowledge(connection)
                 return left
             if response.status != 206:
-                keep = response.status == 404 and not response.read()
+                keep = response.status in (404, 503) and not response.read()
                 _refused(response.status, where)
             length = response.getheader("Content-Length", "")
             if length != str(byte_range.size_bytes) or response.getheader("Transfer-Encoding"):
@@ -242,6 +245,8 @@ class PeerClient:
             NODE_HEADER: connection.peer.node,
             ASKER_HEADER: self._asker,
         }
+        if self.share_left is not None:
+            headers[LEFT_HEADER] = f"{self.share_left:.6f}"
         if by_nixl:
             headers[CARRIER_HEADER] = "nixl"
         if connection.nonce:
@@ -337,7 +342,12 @@ def _nonce_in(response: http.client.HTTPResponse) -> str:
 
 
 def _refused(status: int, where: dict[str, Any]) -> NoReturn:
-    why = {401: "it does not know the load", 404: "it does not have the chunk", 410: "its agent was restarted"}
+    why = {
+        401: "it does not know the load",
+        404: "it does not have the chunk",
+        410: "its agent was restarted",
+        503: "it is far slower than others",
+    }
     raise PeerUnavailable(
         f"a node sent no chunk: {why.get(status, 'it answered in no known way')}", status=status, **where
     )

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from storage.arena.arena import Arena
-from storage.peers import Peer, peer_client
+from storage.peers import Asker, Peer, peer_client
 from storage.peers.chunk_server import ChunkServer, ServedChunk
 from storage.peers.nixl_carrier import PROCESS_NIXL, RegisteredWindow
 from storage.peers.peer_client import PeerClient
@@ -34,7 +34,7 @@ class _Shelf:
     def load_key(self, load_id: str) -> bytes:
         return KEY
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk:
+    def take(self, load_id: str, chunk: int, asker: Asker, wait_s: float) -> ServedChunk:
         address = self._arena.window_address + chunk * self._arena.slot_bytes
         return ServedChunk(*self._arena.place(chunk), CHUNK_BYTES, b"", lambda _: None, address)
 

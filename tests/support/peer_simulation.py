@@ -16,14 +16,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from actors.node.node_load import NodeLoad
-from actors.node_agent import PEER_WAIT_S
-from actors.rank.chunk_fetcher import PEER_READ_TIMEOUT_S
 from actors.rank.state import FetchedChunk
 from cluster.messages import PEER_READ, Commit, LeaseOrder, NodePeer, Orders, PeerSource, RankHello, RankUpdate
 from storage.arena.slots import CachedChunk
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
-from storage.peers import Peer
+from storage.peers import READ_TIMEOUT_S, Asker, NoChunk, Peer
+from storage.peers.chunk_server import WAIT_S
 from tests.support.node_simulation import NodeSimulation, SimLoad, SimModel, SimRank, check_sources
 
 CONNECT_TIMEOUT_S = 2.0  # see storage.peers.peer_client
@@ -35,13 +34,15 @@ LOAD = "load"
 class Request:
     """A chunk that a rank reads from another node, on a connection of its own."""
 
-    def __init__(self, rank: PeerRank, server: ServingNode, source: PeerSource, chunk: int) -> None:
+    def __init__(
+        self, rank: PeerRank, server: ServingNode, source: PeerSource, chunk: int, share_left: float | None
+    ) -> None:
         self.rank, self.server, self.peer, self.chunk = rank, server, source.peer, chunk
-        self.load_id = source.load_id
+        self.load_id, self.asker = source.load_id, Asker(rank.node.node_id, share_left)
         self.begun_s = rank.node.now_s
         self.reader = f"peer-{next(server.pids)}"
         self.accepted = False  # the server answers it
-        self.refused = False  # the server does not have the chunk
+        self.refused: NoChunk | None = None  # why the server does not send the chunk
         self.load: NodeLoad | None = None
         self.cached: CachedChunk | None = None  # the server holds it, and sends it since `sent_s`
         self.sent_s = 0.0
@@ -49,7 +50,7 @@ class Request:
         self.closed = False  # the receiver did
 
     def outcome(self, *, acknowledged: bool = True) -> str:
-        """Return what the receiver finds: "" for nothing yet, "arrived", "damaged", "missing" or "failed".
+        """Return what the receiver finds: "" for nothing yet, "arrived", "damaged", "missing", "slow" or "failed".
 
         `acknowledged`: the server learns that the chunk has arrived.
         """
@@ -58,17 +59,17 @@ class Request:
             return "failed"
         if self.rank.node.is_cut_from(server) or server.hangs:
             cut_early = not (self.accepted or server.hangs)
-            return "failed" if waited_s > (CONNECT_TIMEOUT_S if cut_early else PEER_READ_TIMEOUT_S) else ""
+            return "failed" if waited_s > (CONNECT_TIMEOUT_S if cut_early else READ_TIMEOUT_S) else ""
         if not self.accepted:
             if server.peer != self.peer or not server.ledger.peer_key(self.load_id):
                 return "failed"
             self.accepted = True
             server.requests.append(self)
             return ""
-        if self.refused:
-            return "missing"
+        if self.refused is not None:
+            return "slow" if self.refused is NoChunk.TOO_SLOW else "missing"
         if self.cached is None:
-            return "failed" if waited_s > PEER_READ_TIMEOUT_S else ""
+            return ""
         content = self.rank.load.model.content(self.chunk)
         assert server.memory[self.cached.slot] == content, "a slot was written while another node read it"
         server.end_request(self, received=acknowledged)
@@ -136,7 +137,8 @@ class PeerRank(SimRank):
     def _arrives(self, lease: LeaseOrder, asking: Asking, acknowledged: bool) -> bool:
         if asking.request is None:
             source = lease.peers[asking.at]
-            asking.request = Request(self, self.node.server(source.peer), source, lease.chunk)
+            server = self.node.server(source.peer)
+            asking.request = Request(self, server, source, lease.chunk, lease.share_left)
         found = asking.request.outcome(acknowledged=acknowledged)
         if found == "arrived":
             asking.arrived = True
@@ -242,13 +244,13 @@ class ServingNode(NodeSimulation):
                 self.end_request(request, received=False)
                 request.broken = True
             return
-        asker, load_id = request.rank.node.node_id, request.load_id
-        found = self.ledger.take_for_peer(load_id, request.chunk, self.process, request.reader, asker, self.now_s)
-        if not isinstance(found, bool):
+        asked = request.load_id, request.chunk, self.process, request.reader, request.asker
+        found = self.ledger.take_for_peer(*asked, self.now_s)
+        if not isinstance(found, NoChunk):
             request.load, request.cached = found
             request.sent_s = self.now_s
-        elif not found or self.now_s - request.begun_s > PEER_WAIT_S:
-            request.refused = True
+        elif found is not NoChunk.COMING or self.now_s - request.begun_s > WAIT_S:
+            request.refused = found
             self.requests.remove(request)
 
     def serve_all(self) -> None:

@@ -156,13 +156,14 @@ class Longshore:
                 import ray
 
                 from actors import node_agent
+                from storage.peers import Asker, NoChunk
                 from storage.peers.chunk_server import ServedChunk
 
                 class DamagingShelf(node_agent.PeerShelf):
-                    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
-                        found = super().take(load_id, chunk, asker)
-                        if found is None:
-                            return None
+                    def take(self, load_id: str, chunk: int, asker: Asker, wait_s: float) -> ServedChunk | NoChunk:
+                        found = super().take(load_id, chunk, asker, wait_s)
+                        if isinstance(found, NoChunk):
+                            return found
                         data = bytearray(os.pread(found.descriptor, found.size_bytes, found.offset))
                         data[len(data) // 2] ^= 1
                         descriptor = os.memfd_create("damaged")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import PeerUnavailable, ReadEnded, StoreError
-from storage.peers import Peer, chunk_path, peer_client
+from storage.peers import Asker, NoChunk, Peer, chunk_path, chunk_server, peer_client
 from storage.peers.chunk_server import ChunkServer, ServedChunk, Turns
 from storage.peers.peer_client import MAX_IDLE, PeerClient
 from storage.stores.object_store import ByteRange, cut
@@ -38,6 +38,7 @@ class Shelf:
         self.held = 0
         self.taken = 0
         self.received = 0
+        self.askers: list[Asker] = []
         self.waits = threading.Event()
         self.waits.set()
         self._lock = threading.Lock()
@@ -45,10 +46,12 @@ class Shelf:
     def load_key(self, load_id: str) -> bytes | None:
         return KEY if load_id == "llama" else None
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
-        self.waits.wait()
+    def take(self, load_id: str, chunk: int, asker: Asker, wait_s: float) -> ServedChunk | NoChunk:
+        self.askers.append(asker)
+        if not self.waits.wait(wait_s):
+            return NoChunk.COMING
         if chunk > 9:
-            return None
+            return NoChunk.MISSING if chunk == 10 else NoChunk.TOO_SLOW
         with self._lock:
             self.held += 1
             self.taken += 1
@@ -130,6 +133,7 @@ def test_many_readers(server: ChunkServer, client: PeerClient, shelf: Shelf):
         ({"key": b"x" * 32}, 401),
         ({"load_id": "other"}, 401),
         ({"chunk": 10}, 404),
+        ({"chunk": 11}, 503),
         ({"byte_range": ByteRange(0, CHUNK_BYTES + 1)}, None),
     ],
 )
@@ -182,7 +186,7 @@ def test_a_few_send_at_a_time_and_in_the_order_of_coming():
     turns, went, inside = Turns(2, patience_s=30.0), [], threading.Semaphore(0)
 
     def go(number: int) -> None:
-        with turns:
+        with turns.turn(lambda: None):
             went.append(number)
             inside.acquire()
 
@@ -202,9 +206,23 @@ def test_a_few_send_at_a_time_and_in_the_order_of_coming():
 
 def test_nobody_waits_for_ever_for_a_receiver_that_has_stopped():
     turns = Turns(1, patience_s=0.05)
-    with turns, turns:
+    with turns.turn(lambda: None), turns.turn(lambda: None):
         assert not turns._waiting
-    with turns:
+    with turns.turn(lambda: None):
+        assert turns._free == 0
+
+
+def test_who_leaves_the_line_takes_no_turn_from_others():
+    turns = Turns(1, patience_s=30.0)
+
+    def gone() -> None:
+        raise ConnectionResetError
+
+    with turns.turn(lambda: None):
+        with pytest.raises(ConnectionResetError), turns.turn(gone):
+            pass
+        assert (turns._free, len(turns._waiting)) == (0, 0)
+    with turns.turn(gone):
         assert turns._free == 0
 
 
@@ -254,6 +272,23 @@ def test_a_read_that_waits_is_ended(server: ChunkServer, client: PeerClient, she
     with pytest.raises(ReadEnded):
         read(client, peer_of(server), limit=limit)
     shelf.waits.set()
+
+
+def test_a_peer_that_lives_is_waited_for(server: ChunkServer, shelf: Shelf, monkeypatch: pytest.MonkeyPatch):
+    """It says so, however long its chunk takes. One that says nothing is given up."""
+    client = PeerClient("asker", read_timeout_s=0.5)
+    client.share_left = 0.25
+    shelf.waits.clear()
+    with pytest.raises(PeerUnavailable, match="did not send"):
+        read(client, peer_of(server))
+    client._avoid.clear()
+    shelf.askers.clear()
+    monkeypatch.setattr(chunk_server, "ALIVE_S", 0.1)
+    threading.Timer(1.5, shelf.waits.set).start()
+    assert read(client, peer_of(server)) == shelf.data
+    assert shelf.askers
+    assert set(shelf.askers) == {Asker("asker", 0.25)}
+    client.close()
 
 
 def test_a_server_that_ends_ends_its_readers(shelf: Shelf, client: PeerClient):

@@ -17,7 +17,7 @@ import pytest
 
 from storage.arena.arena import Arena
 from storage.errors import PeerUnavailable, ReadEnded
-from storage.peers import Peer, nixl_carrier, peer_client
+from storage.peers import Asker, Peer, nixl_carrier, peer_client
 from storage.peers.chunk_server import ChunkServer, ServedChunk
 from storage.peers.nixl_carrier import MOST_METADATA_BYTES, NixlFailed, NixlReader, RegisteredWindow, open_agent
 from storage.peers.peer_client import PeerClient
@@ -47,7 +47,7 @@ class Shelf:
     def load_key(self, load_id: str) -> bytes:
         return KEY
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk:
+    def take(self, load_id: str, chunk: int, asker: Asker, wait_s: float) -> ServedChunk:
         self.held += 1
         return ServedChunk(*self.arena.place(1), CHUNK_BYTES, b"", self._release, self.address)
 

@@ -17,7 +17,7 @@ from actors.rank import chunk_fetcher
 from cluster.messages import Members, NodePeer, PeerSource
 from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
-from storage.peers import Peer, nixl_carrier
+from storage.peers import Asker, Peer, nixl_carrier
 from storage.peers.chunk_server import ChunkServer, ServedChunk
 from storage.peers.nixl_carrier import NixlReader
 from storage.stores.object_store import MemoryStore
@@ -157,7 +157,7 @@ class Rubbish:
     def load_key(self, load_id: str) -> bytes | None:
         return KEY
 
-    def take(self, load_id: str, chunk: int, asker: str) -> ServedChunk | None:
+    def take(self, load_id: str, chunk: int, asker: Asker, wait_s: float) -> ServedChunk:
         return ServedChunk(self.descriptor, 0, CHUNK_BYTES, self.digest, lambda received: None)
 
 
@@ -168,7 +168,7 @@ def test_a_node_without_use_is_left_for_the_store(
     nodes_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
     """The others take something else for node 1. Node 1 itself reads from node 0 all the same."""
-    monkeypatch.setattr(chunk_fetcher, "PEER_READ_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(chunk_fetcher, "READ_TIMEOUT_S", 1.0)
     damages = fault.startswith("sends other bytes")
     nodes = nodes_of(2, (1, 1, 2), 100, digests=not fault.endswith("digest"))
     rubbish = Rubbish(tmp_path, "it", os.urandom(16) if fault.endswith("digest") else b"")
