@@ -152,7 +152,14 @@ class PeerShelf:
         if not key or self._disk is None:
             return found
         file, offset = self._disk.open_bytes(key, size_bytes)
-        return ServedChunk(file, offset, size_bytes, b"", lambda received: os.close(file))
+
+        def release(received: bool) -> None:
+            os.close(file)
+            if received:
+                with self._changed:
+                    self._ledger.sent_from_disk(load_id, size_bytes)
+
+        return ServedChunk(file, offset, size_bytes, b"", release)
 
     def wake(self) -> None:
         """Let the requests go on whose chunks have come. Call it with the agent's lock."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -312,7 +312,8 @@ class ChunkFlow:
     def counters(self) -> LoadCounters:
         """Return what this agent has counted for the load so far. The counters only grow."""
         digests = self.keys.tables.chunks.hash_name is not None
-        return self.meter.counters(self.retries, self.hedges.count, self.hedges.won, digests=digests)
+        counters = self.meter.counters(self.retries, self.hedges.count, self.hedges.won, digests=digests)
+        return counters if self.peers is None else replace(counters, sent_bytes=self.peers.sent_bytes)
 
     def note_report(self, update: RankUpdate) -> None:
         """Count the retries and stats that a rank's update reports."""

@@ -313,6 +313,12 @@ class NodeLedger:
                 return key, size_bytes
         return b"", 0
 
+    def sent_from_disk(self, load_id: str, size_bytes: int) -> None:
+        """Count a chunk of the node's disk that another node has received."""
+        peers = next((load.peers for load in self._parts(load_id) if load.peers is not None), None)
+        if peers is not None:
+            peers.sent_bytes += size_bytes
+
     # -- ranks -------------------------------------------------------------------------------------------------
 
     def batch(self, hello: RankHello) -> int:

@@ -264,6 +264,7 @@ def _of_load(counters: LoadCounters) -> Iterator[tuple[Family, tuple[str, ...], 
         yield metrics.CHUNKS, (source,), counters.chunks_by_source.get(source, 0)
     for cause, count in counters.retries.items():
         yield metrics.RETRIES, (cause,), count
+    yield metrics.SENT_BYTES, (), counters.sent_bytes
     yield metrics.CHUNKS_VERIFIED, (), counters.verified_chunks
     yield metrics.CHUNKS_CORRUPT, (), counters.corrupt_chunks
     yield metrics.LEASES_GRANTED, (), counters.leases_granted

@@ -76,6 +76,11 @@ CHUNK_BYTES = _agent_counter(
     "rank's memory), disk, arena, peer (another node). What was fetched again counts again.",
 )
 CHUNKS = _agent_counter("chunks", "model source", "Needed chunks, by where the node had them from.")
+SENT_BYTES = _agent_counter(
+    "sent_bytes",
+    "model",
+    "Bytes of chunks that other nodes have received from the node; no label says which nodes.",
+)
 CHUNKS_VERIFIED = _agent_counter("chunks_verified", "model", "Chunks that were fetched and had the published digest.")
 CHUNKS_CORRUPT = _agent_counter(
     "chunks_corrupt", "model", "Fetches that were thrown away because the chunk's digest was wrong."

@@ -279,6 +279,7 @@ class LoadCounters:
     hedges_won: int = 0
     throttles: int = 0  # answers of the store that asked for fewer requests
     stages: StageTimes = field(default_factory=StageTimes)  # of its ranks, of those that are gone too
+    sent_bytes: int = 0  # to other nodes, which have received all of it
 
     def __add__(self, other: LoadCounters) -> LoadCounters:
         return LoadCounters(

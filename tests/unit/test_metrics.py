@@ -37,7 +37,8 @@ def cluster_metrics() -> ClusterMetrics:
     found = ClusterMetrics()
     found.load(LoadView("x", "llama", LoadState.LOADING, (), (), 100), 0.0)
     found.load(LoadView("x", "llama", LoadState.READY, (), (), 100), 3.0)
-    counters = LoadCounters({"disk": 7, "arena": 5}, {"disk": 1, "arena": 1}, 1, 0, {"reset": 2}, 3)
+    sizes = {"disk": 7, "arena": 5, "peer": 11}
+    counters = LoadCounters(sizes, {"disk": 1, "arena": 1}, 1, 0, {"reset": 2}, 3, sent_bytes=13)
     load = LoadBeat("x", 1, 0, None, True, 'llama"\\')
     rank = RankBeat("x", 1, 0, 0, 1, 12, 0.0, own_bytes=9)
     stats = NodeStats(CacheStats(*[1] * 15))
@@ -88,6 +89,8 @@ def test_a_scrape_has_counters_gauges_and_histograms() -> None:
         for sample in family.samples
     }
     assert found["longshore_chunk_bytes_total", "disk", "host", "i", 'llama"\\'] == 7
+    assert found["longshore_chunk_bytes_total", "host", "i", 'llama"\\', "peer"] == 11
+    assert found["longshore_sent_bytes_total", "host", "i", 'llama"\\'] == 13
     assert found["longshore_process_memory_bytes", "host", "i", 'llama"\\', "rank 0"] == 9
     assert found["longshore_load_duration_seconds_bucket", "2.5", "llama", "ready"] == 0
     assert found["longshore_load_duration_seconds_bucket", "5.0", "llama", "ready"] == 1

@@ -290,4 +290,5 @@ def test_a_later_replica_gets_what_only_the_disk_has(nodes_of: Any, tmp_path: Pa
     kept = len(list((tmp_path / "disk").rglob("*.chunk")))
     assert kept > 8  # more than the arena has; the disk keeps what it can without delaying the load
     assert report.peer_chunks >= kept
+    eventually(lambda: first.report("llama").sent_bytes == report.peer_bytes, "what the disk sent is not counted")
     assert nodes.store.read_bytes - read_bytes == report.store_bytes == report.needed_bytes - report.peer_bytes
