@@ -15,6 +15,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch, IdleAgents
 from actors.coordination.jobs import save
 from actors.coordination.load_run import LoadRun
-from actors.coordination.model_record import ModelRecord, new_model_id
+from actors.coordination.model_record import ModelRecord, hosts_by_address, new_model_id
 from actors.coordination.planner import Attaching, Planner
 from actors.coordination.spawn import OrphanWatch
 from actors.coordination.worker_groups import WorkerGroups
@@ -64,16 +65,21 @@ class ChunkMaps:
     def __init__(self) -> None:
         self._asked: dict[str, tuple[float, asyncio.Task[ChunkMap]]] = {}  # model id -> (when, the answer)
 
-    async def of(self, record: ModelRecord) -> ChunkMap:
-        """Agents that do not answer, or do not know the load (yet), are in `silent_nodes`."""
+    async def of(self, record: ModelRecord, records: Iterable[ModelRecord]) -> ChunkMap:
+        """Agents that do not answer, or do not know the load (yet), are in `silent_nodes`.
+
+        `records`: models whose nodes may have sent chunks of the load.
+        """
         now_s = time.monotonic()
         self._asked = {model: asked for model, asked in self._asked.items() if now_s - asked[0] < SAME_S}
         if record.model_id not in self._asked:
-            self._asked[record.model_id] = now_s, asyncio.get_running_loop().create_task(_ask(record))
+            asking = _ask(record, hosts_by_address(records))
+            self._asked[record.model_id] = now_s, asyncio.get_running_loop().create_task(asking)
         return await asyncio.shield(self._asked[record.model_id][1])
 
 
-async def _ask(record: ModelRecord) -> ChunkMap:
+async def _ask(record: ModelRecord, senders: Mapping[str, str]) -> ChunkMap:
+    """`senders`: host names by the address at which they serve chunks."""
     hosts = record.nodes
     answers = await asyncio.gather(*(_ask_node(record.model_id, node_id) for node_id in hosts), return_exceptions=True)
     shards: tuple[ShardChunks, ...] = ()
@@ -83,8 +89,8 @@ async def _ask(record: ModelRecord) -> ChunkMap:
         if isinstance(answer, BaseException):
             silent.append(host)
             continue
-        shards, runs = answer
-        per_node.append(NodeChunks(node_id, host, runs))
+        shards, runs, traffic = answer
+        per_node.append(NodeChunks(node_id, host, runs, traffic.named(senders)))
     return ChunkMap(
         record.model_id, sum(shard.chunk_count for shard in shards), shards, tuple(per_node), tuple(sorted(silent))
     )
@@ -253,8 +259,8 @@ class Coordinator:
         return await events_after(await self._record(model_id), after, timeout_s)
 
     async def chunks(self, model_id: str) -> ChunkMap:
-        """Return the place of every chunk of a load."""
-        return await self._chunk_maps.of(await self._record(model_id))
+        """Return the place of every chunk of a load, and where each node had its bytes from."""
+        return await self._chunk_maps.of(await self._record(model_id), self._models.values())
 
     async def request_of(self, model_id: str) -> LoadRequest:
         """Return the request that loaded a model, without credentials."""

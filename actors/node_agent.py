@@ -394,7 +394,7 @@ class NodeAgent:
         return replace(report, peak_host_bytes=memory.peak_bytes, baseline_host_bytes=memory.baseline_bytes)
 
     def chunks_now(self, load_id: str) -> NodeView:
-        """Return the load's shards and each chunk's state on this node, for a progress view. Raises ModelNotFound."""
+        """Return what `NodeLedger.chunks_now` does, for a progress view. Raises ModelNotFound."""
         with self._changed:
             self._usable()
             return self._ledger.chunks_now(load_id)

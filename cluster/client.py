@@ -548,7 +548,10 @@ def events(model_id: str, *, after: int = 0, wait_s: float = 0.0, address: str |
 
 @checks_arguments
 def chunk_map(model_id: str, *, address: str | None = None) -> ChunkMap:
-    """Return where each chunk of a load is, on every node that has ranks of it. Raises ModelNotFound, ClusterLost."""
+    """Return where each chunk of a load is, on every node that has ranks of it, and where each node had its bytes from.
+
+    Raises ModelNotFound, ClusterLost.
+    """
     found: ChunkMap = _running(address).call("chunks", model_id)
     return found
 

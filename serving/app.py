@@ -254,7 +254,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
     @app.get(
         "/v1/loads/{model_id}/chunks",
-        summary="Where each chunk is",
+        summary="Where each chunk is, and where each node had its bytes from",
         tags=["watching"],
         response_model=dict[str, Any],
         responses=_problems(404),

@@ -520,6 +520,17 @@ class ModelRecord:
         )
 
 
+def hosts_by_address(records: Iterable[ModelRecord]) -> dict[str, str]:
+    """Return host names of the nodes of these models, by the address at which they serve chunks."""
+    found: dict[str, str] = {}
+    for record in records:
+        nodes = record.nodes
+        found |= {
+            peer.host: nodes[node_id] for node_id, peer in record.peers.items() if peer is not None and node_id in nodes
+        }
+    return found
+
+
 def _state_of(life: RankLife, placement: Placement) -> str:
     if life.lost or life.ready:
         return "lost" if life.lost else "ready"

@@ -36,7 +36,7 @@ from cluster.messages import (
 from cluster.telemetry.chunk_map import NodeView, least_done, runs_of
 from cluster.telemetry.metrics import BoundedLabels
 from cluster.telemetry.report import NodeReport
-from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats
+from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats, NodeTraffic
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk, Lease
 from storage.errors import ArenaTooSmall, LongshoreError, RevisionMismatch
@@ -263,9 +263,13 @@ class NodeLedger:
         )
 
     def chunks_now(self, load_id: str) -> NodeView:
-        """Return the load's shards and each chunk's state on this node. Raises ModelNotFound if it is unknown here."""
+        """Return the load's shards, each chunk's state on this node, and where its bytes came from so far.
+
+        Raises ModelNotFound if it is unknown here.
+        """
         parts = [load.chunks_now() for load in self._known_parts(load_id)]
-        return parts[0][0], runs_of(least_done([letters for _, letters in parts]))
+        traffic = sum((traffic for _, _, traffic in parts), NodeTraffic())
+        return parts[0][0], runs_of(least_done([letters for _, letters, _ in parts])), traffic
 
     def held(self, keys: Iterable[bytes]) -> list[tuple[bool, bool]]:
         """Return for each chunk whether the arena has it, and whether the disk has it.

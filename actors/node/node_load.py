@@ -24,6 +24,7 @@ from cluster.messages import LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
 from cluster.scheduling.concurrency import RequestLimit
 from cluster.telemetry.chunk_map import PartView, letters_of, shards_of
 from cluster.telemetry.report import NodeReport
+from cluster.telemetry.stats import NodeTraffic
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
 from storage.errors import LongshoreError
@@ -175,9 +176,15 @@ class NodeLoad:
         return self._flow.keys.tables.chunks.byte_range(chunk).size_bytes
 
     def chunks_now(self) -> PartView:
-        """Return (the model's shards, each chunk's state on this node), as in `cluster.telemetry.chunk_map`."""
-        tables = self._flow.keys.tables
-        return shards_of(tables.shards, tables.chunks), letters_of(len(tables.chunks), self._flow.queue.states())
+        """Return (the model's shards, each chunk's state on this node, bytes by source and sender)."""
+        tables, counters = self._flow.keys.tables, self.counters()
+        received = {} if self.peers is None else dict(self.peers.received_bytes)
+        traffic = NodeTraffic(counters.bytes_by_source, received, counters.sent_bytes)
+        return (
+            shards_of(tables.shards, tables.chunks),
+            letters_of(len(tables.chunks), self._flow.queue.states()),
+            traffic,
+        )
 
     def report(self, node_id: str, host: str) -> NodeReport:
         """Return this node's stats of the load."""

@@ -1,4 +1,4 @@
-"""A load while it runs, for people who watch it: its events, and the place of every chunk on every node. Pure.
+"""A load while it runs, for people who watch it: its events, and each node's chunks and where they came from. Pure.
 
 Events are in order, bounded, numbered, and never have a secret. The places are small enough to fetch once a second: a
 node says for each chunk of the model one letter, in runs of equal ones; a million chunks of a load that goes in order
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.scheduling.lease_queue import ChunkState
-from cluster.telemetry.stats import Jsonable
+from cluster.telemetry.stats import Jsonable, NodeTraffic
 from cluster.units import printable
 from storage.checkpoints.model_index import ChunkTable, Shard
 
@@ -114,8 +114,10 @@ MEANINGS = {
     NOT_NEEDED: "not needed on this node",
 }
 
-PartView = tuple[tuple["ShardChunks", ...], NDArray[np.uint8]]  # (the model's shards, letters) of a part of a load
-NodeView = tuple[tuple["ShardChunks", ...], "Runs"]  # what one node says: the model's shards, and its own runs
+# (the model's shards, letters, bytes so far) of a part of a load
+PartView = tuple[tuple["ShardChunks", ...], NDArray[np.uint8], NodeTraffic]
+# what one node says: the model's shards, its own runs, and bytes so far by the address of the sender
+NodeView = tuple[tuple["ShardChunks", ...], "Runs", NodeTraffic]
 Runs = tuple[tuple[int, str], ...]  # (how many, letter), one after the other
 
 
@@ -136,6 +138,7 @@ class NodeChunks(Jsonable):
     node: str
     host: str
     runs: Runs
+    traffic: NodeTraffic = field(default_factory=NodeTraffic)  # where they came from; senders by host name
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,10 @@ class ChunkMap(Jsonable):
             "model_id": self.model_id,
             "chunk_count": self.chunk_count,
             "shards": [shard.as_dict() for shard in self.shards],
-            "nodes": [{"node": node.node, "host": node.host, "runs": node.runs} for node in self.nodes],
+            "nodes": [
+                {"node": node.node, "host": node.host, "runs": node.runs, "traffic": node.traffic.as_dict()}
+                for node in self.nodes
+            ],
             "silent_nodes": list(self.silent_nodes),
         }
 

@@ -31,6 +31,7 @@ from cluster.fit.options import FitTry, what_was_taken
 from cluster.layouts.mesh import Layout
 from cluster.precision.recipes import Precision
 from cluster.telemetry.stats import (
+    SOURCES,
     Jsonable,
     NodeReport,
     ObjectCheck,
@@ -306,15 +307,10 @@ class LoadReport(Jsonable):
     @property
     def bytes_by_source(self) -> dict[str, int]:
         """Bytes of needed chunks, by where the nodes had them from; what was fetched again is counted again."""
-        direct_bytes = sum(node.direct_bytes for node in self.nodes)
-        return {
-            "store_via_arena": self.store_bytes - direct_bytes,
-            "store_direct": direct_bytes,
-            "arena": self.cached_bytes,
-            "disk": self.disk_bytes,
-            "peer": self.peer_bytes,
-            "unknown": sum(node.unknown_bytes for node in self.nodes),
-        }
+        total = Counter(dict.fromkeys((*SOURCES, "unknown"), 0))
+        for node in self.nodes:
+            total.update(node.bytes_by_source)
+        return dict(total)
 
     @property
     def retries(self) -> dict[str, int]:

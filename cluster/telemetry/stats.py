@@ -230,6 +230,18 @@ class NodeReport(Jsonable):
     unknown_bytes: int = 0
     objects: tuple[ObjectCheck, ...] = ()  # that any rank of the node touches, when there is no manifest
 
+    @property
+    def bytes_by_source(self) -> dict[str, int]:
+        """Bytes of needed chunks, by where the node had them from: SOURCES and "unknown"."""
+        return {
+            "store_via_arena": self.store_bytes - self.direct_bytes,
+            "store_direct": self.direct_bytes,
+            "arena": self.cached_bytes,
+            "disk": self.disk_bytes,
+            "peer": self.peer_bytes,
+            "unknown": self.unknown_bytes,
+        }
+
     def plus(self, later: NodeReport) -> NodeReport:
         """Return this share of the load together with a later one of the same node.
 
@@ -285,6 +297,40 @@ class LoadCounters:
         return LoadCounters(
             **{item.name: _sum(getattr(self, item.name), getattr(other, item.name)) for item in fields(self)}
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTraffic(Jsonable):
+    """Bytes of one load that a node has had so far, and that it has sent: what this process of its agent saw."""
+
+    bytes_by_source: Mapping[str, int] = field(default_factory=dict)  # SOURCES
+    peer_bytes_from: Mapping[str, int] = field(default_factory=dict)  # of "peer", by the sending node
+    sent_bytes: int = 0  # to other nodes, which have received all of it
+
+    def __add__(self, other: NodeTraffic) -> NodeTraffic:
+        return NodeTraffic(
+            **{item.name: _sum(getattr(self, item.name), getattr(other, item.name)) for item in fields(self)}
+        )
+
+    def named(self, hosts: Mapping[str, str]) -> NodeTraffic:
+        """Return the same with names of hosts for the addresses of senders, as far as `hosts` has them by address."""
+        return replace(self, peer_bytes_from=named_senders(self.peer_bytes_from, hosts))
+
+
+def named_senders(bytes_from: Mapping[str, int], hosts: Mapping[str, str]) -> dict[str, int]:
+    """Return bytes by the sender's host name instead of its address, the most first.
+
+    Args:
+        bytes_from: Bytes by the address of the node that sent them.
+        hosts: Host names by address. An address that is missing stays as it is.
+
+    Returns:
+        Bytes by host.
+    """
+    found: Counter[str] = Counter()
+    for address, size_bytes in bytes_from.items():
+        found[hosts.get(address, address)] += size_bytes
+    return dict(found.most_common())
 
 
 def _sum(mine: Any, theirs: Any) -> Any:

@@ -1,4 +1,5 @@
 // The map of chunks: a picture for each node, a row for each shard, a colour for each state; and the same in numbers.
+// Then, for each node, where its bytes came from.
 // A picture is painted only when its node's chunks have changed and it can be seen.
 
 import { $, bytes, counted, element, grouped, hostCell, rows, say, set } from "./dom.js";
@@ -11,6 +12,7 @@ const STATES = [
 const CODE = Object.fromEntries(STATES.map(([letter], code) => [letter, code]));
 const [PLACED, FETCHED, UNNEEDED] = [CODE.d, CODE.l, CODE["-"]];
 const NO_CHUNK = 255;
+const NAMED_SENDERS = 4; // of those that sent chunks to a node, the table names so many
 const GAP_PX = 6; // cells at least so wide and high have a gap between them
 
 let shards = [];
@@ -47,6 +49,8 @@ export function clear() {
   $("counts").tBodies[0].replaceChildren();
   $("counts-frame").hidden = true;
   $("shard-choice").hidden = true;
+  $("sources-frame").hidden = true;
+  say($("sources-words"), "");
   note("No chunk is on its way yet.");
 }
 
@@ -84,7 +88,41 @@ export function show(map) {
   const silent = map.silent_nodes.length ? ` No answer from ${map.silent_nodes.join(", ")}.` : "";
   note(`${counted(map.chunk_count, "chunk")} in ${counted(shards.length, "shard")} on ${counted(views.size, "node")}.${silent}`);
   choose(Math.min(chosen, shards.length), others);
+  showSources(map.nodes);
   paintSoon();
+}
+
+const sum = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
+
+/** Bytes of the load on a node, by where it had them from. */
+function sourcesOf({ traffic: { bytes_by_source: of } }) {
+  return {
+    "from the store": (of.store_via_arena ?? 0) + (of.store_direct ?? 0),
+    "from disk": of.disk ?? 0, "from the arena": of.arena ?? 0, "from other nodes": of.peer ?? 0,
+  };
+}
+
+function showSources(nodes) {
+  const totals = {};
+  rows($("sources").tBodies[0], nodes.map((node) => {
+    const sources = sourcesOf(node);
+    for (const [source, count] of Object.entries(sources)) totals[source] = (totals[source] ?? 0) + count;
+    return [
+      hostCell(name(node.node)), ...Object.values(sources).map((count) => ({ text: bytes(count), kind: "n" })),
+      { text: senders(node.traffic.peer_bytes_from), kind: "long" }, { text: bytes(node.traffic.sent_bytes), kind: "n" },
+    ];
+  }));
+  $("sources-frame").hidden = !nodes.length;
+  const words = Object.entries(totals).filter(([, count]) => count).map(([source, count]) => `${bytes(count)} ${source}`);
+  say($("sources-words"), words.length ? `${bytes(sum(totals))} in all: ${words.join(", ")}.` : "No byte has come yet.");
+}
+
+/** Hosts that sent chunks, each with its bytes, the most first. */
+function senders(bytesFrom) {
+  const found = Object.entries(bytesFrom).sort(([, one], [, other]) => other - one);
+  const named = found.slice(0, NAMED_SENDERS).map(([host, count]) => `${host} ${bytes(count)}`).join(", ");
+  const more = found.length - NAMED_SENDERS;
+  return more > 0 ? `${named} and ${counted(more, "other")}` : named || "-";
 }
 
 function same(was, now) {

@@ -119,6 +119,35 @@ def test_numbers_of_a_shard_are_those_of_the_map(browser: Browser) -> None:
         seen.check()
 
 
+def size_of(text: str) -> float:
+    """Return the bytes that a size on the page says."""
+    number, unit = text.split()
+    return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
+
+
+def test_bytes_are_shown_by_source_and_sender(browser: Browser) -> None:
+    """They grow while the load runs. Of many senders the page names those that sent most."""
+    script = Script(64, 4000, 10, part=0.25)
+    with http_server(ScriptedService(script)) as url, watched(browser, url) as seen:
+        page = seen.page
+        rows = page.locator("#sources tbody tr")
+        expect(rows).to_have_count(len(script.hosts))
+        cells = rows.nth(1).locator("td")
+        before = cells.all_text_contents()
+        script.part = 0.5
+        expect(cells.nth(4)).not_to_have_text(before[4])
+        host, store, disk, arena, peers, senders, sent = cells.all_text_contents()
+        traffic = script.traffic(1)
+        each = traffic.bytes_by_source["store_via_arena"]
+        assert (host, disk, arena) == ("gpu-01", "0 B", "0 B")
+        assert size_of(store) == pytest.approx(each, rel=0.05)
+        assert size_of(peers) == size_of(sent) == pytest.approx(traffic.sent_bytes, rel=0.05)
+        assert senders.startswith(f"gpu-00 {store}, gpu-02 {store}")
+        assert senders.endswith("and 3 others")
+        expect(page.locator("#sources-words")).to_contain_text("from other nodes.")
+        seen.check()
+
+
 FOCUSED = """() => {
   const one = document.activeElement;
   if (getComputedStyle(one).outlineStyle === "none") return "nothing shows the focus on " + one.outerHTML;
@@ -133,7 +162,7 @@ def test_the_keyboard_reaches_every_control_in_page_order(browser: Browser) -> N
         page = seen.page
         expect(page.locator("#counts tbody tr")).to_have_count(1)
         reached: list[str] = []
-        for _ in range(10):
+        for _ in range(11):
             page.keyboard.press("Tab")
             reached.append(page.evaluate(FOCUSED))
         assert reached == [
@@ -142,6 +171,7 @@ def test_the_keyboard_reaches_every_control_in_page_order(browser: Browser) -> N
             "models",
             "shard",
             "counts-frame",
+            "sources-frame",
             "ranks-title",
             "only-failures",
             "log",

@@ -14,6 +14,7 @@ from cluster.errors import ModelNotFound
 from cluster.layouts.mesh import Layout
 from cluster.telemetry.chunk_map import ChunkMap, EventLog, LoadEvent, NodeChunks, ShardChunks, runs_of
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus, RankStatus
+from cluster.telemetry.stats import NodeTraffic
 from serving.service import Service
 from serving.settings import ServingSettings
 
@@ -107,8 +108,18 @@ class Script:
             for number, (start, end) in enumerate(itertools.pairwise(bounds), 1)
         )
         told = ((f"{number:040x}", host, self._letters(number, bounds)) for number, host in enumerate(self.hosts))
-        nodes = tuple(NodeChunks(node, host, runs_of(letters)) for node, host, letters in told)
+        nodes = tuple(
+            NodeChunks(node, host, runs_of(letters), self.traffic(number))
+            for number, (node, host, letters) in enumerate(told)
+        )
         return ChunkMap(self.model_id, self.chunks, shards, nodes)
+
+    def traffic(self, node: int) -> NodeTraffic:
+        """A chunk comes from the store once for all nodes, and each node sends as much as it receives."""
+        needed, others = int(self.part * self.chunks) * CHUNK_BYTES, [h for h in self.hosts if h != self.hosts[node]]
+        each = needed // len(self.hosts)
+        sources = {"store_via_arena": each, "peer": each * len(others)}
+        return NodeTraffic(sources, dict.fromkeys(others, each), each * len(others))
 
     def _letters(self, node: int, bounds: list[int]) -> np.ndarray:
         """Each rank of a node begins elsewhere; what is ahead of the placed is verified, then on its way."""

@@ -22,6 +22,7 @@ from cluster.telemetry.chunk_map import (
     runs_of,
     shards_of,
 )
+from cluster.telemetry.stats import NodeTraffic
 from storage.checkpoints.model_index import ChunkTable, Shard
 
 STATES = st.lists(st.sampled_from([None, *ChunkState]), max_size=60)
@@ -72,7 +73,18 @@ def test_shards_are_ranges_of_chunks() -> None:
     assert [(s.key, s.first_chunk, s.chunk_count) for s in shards_of(shards, table)] == [("a", 0, 2), ("b", 2, 1)]
 
 
+TRAFFIC = NodeTraffic({"peer": 5, "arena": 1}, {"10.0.0.1": 2, "10.0.0.2": 3, "10.0.0.3": 1}, 7)
+
+
+def test_traffic_adds_up_and_names_hosts() -> None:
+    assert TRAFFIC + NodeTraffic({"peer": 1}, {"10.0.0.4": 1}, 1) == NodeTraffic(
+        {"peer": 6, "arena": 1}, {**TRAFFIC.peer_bytes_from, "10.0.0.4": 1}, 8
+    )
+    named = TRAFFIC.named({"10.0.0.1": "gpu-1", "10.0.0.3": "gpu-1"})
+    assert list(named.peer_bytes_from.items()) == [("gpu-1", 3), ("10.0.0.2", 3)]
+
+
 def test_the_json_has_every_field() -> None:
     shards = (ShardChunks("a.safetensors", 30, 0, 3), ShardChunks("b.safetensors", 20, 3, 2))
-    found = ChunkMap("m", 5, shards, (NodeChunks("n", "host", ((3, "d"), (2, "p"))),), ("silent",))
+    found = ChunkMap("m", 5, shards, (NodeChunks("n", "host", ((3, "d"), (2, "p")), TRAFFIC),), ("silent",))
     assert json.loads(json.dumps(found.as_dict())) == json.loads(json.dumps(asdict(found)))

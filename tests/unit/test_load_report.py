@@ -182,14 +182,18 @@ def test_the_report_says_limit_sources_retries_and_memory():
         nodes=(node,),
         control_plane=(ProcessMemory("planning", "h", 100, 130),),
     )
-    assert report.bytes_by_source == {
-        "store_via_arena": GB - 7,
-        "store_direct": 7,
-        "arena": 5,
-        "disk": 3,
-        "peer": 0,
-        "unknown": 0,
-    }
+    assert (
+        report.bytes_by_source
+        == node.bytes_by_source
+        == {
+            "store_via_arena": GB - 7,
+            "store_direct": 7,
+            "arena": 5,
+            "disk": 3,
+            "peer": 0,
+            "unknown": 0,
+        }
+    )
     assert report.retries == {"throttled": 2}
     # Arena once, planning 30, agent 20, the rank 50 beside its tensors.
     assert report.host_bytes_beyond_destination == 1000 + 30 + 20 + 50

@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
+from actors.node_agent import NodeAgent
 from actors.rank import chunk_fetcher
 from cluster.messages import Members, NodePeer, PeerSource
 from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
+from cluster.telemetry.stats import NodeTraffic
 from storage.peers import Asker, Peer, nixl_carrier
 from storage.peers.chunk_server import ChunkServer, ServedChunk
 from storage.peers.nixl_carrier import NixlReader
-from storage.stores.object_store import MemoryStore
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 from tests.support.fake_nixl import FakeAgent
 from tests.support.faulty_stores import WrappedStore
@@ -135,6 +137,40 @@ def test_chunks_without_digests_travel_with_one_that_their_home_made(nodes_of: A
     reports = nodes.load()
     check_read_once(nodes, reports)
     assert all(report.peer_bytes > 0 for report in reports)
+
+
+class WatchedStore(WrappedStore):
+    """Notes what agents say of the load at each read, from the middle of it."""
+
+    def __init__(self, inner: ObjectStore, agents: Sequence[NodeAgent]) -> None:
+        super().__init__(inner)
+        self.agents = agents
+        self.seen: list[list[NodeTraffic]] = [[] for _ in agents]
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        for agent, seen in zip(self.agents, self.seen, strict=True):
+            traffic = agent.chunks_now("llama")[2]
+            with self.lock:
+                seen.append(traffic)
+        return super().read_into(key, byte_range, buffer, etag=etag)
+
+
+def test_bytes_are_counted_by_source_and_sender_during_a_load(nodes_of: Any):
+    nodes = nodes_of(2, (1, 1, 2), 8)
+    agents = [node.agent for node in nodes.nodes]
+    nodes.store = store = WatchedStore(nodes.store.inner, agents)
+    reports = nodes.load()
+    for agent, report, seen in zip(agents, reports, store.seen, strict=True):
+        *_, last = agent.chunks_now("llama")
+        known = {source: size for source, size in report.bytes_by_source.items() if source != "unknown"}
+        assert last.bytes_by_source == known
+        assert last.peer_bytes_from == report.peer_bytes_from == {"127.0.0.1": report.peer_bytes}
+        assert last.sent_bytes == report.sent_bytes
+        assert any(0 < traffic.bytes_by_source["peer"] < report.peer_bytes for traffic in seen)
+        assert any(0 < traffic.sent_bytes < report.sent_bytes for traffic in seen)
+        assert all(sum(traffic.peer_bytes_from.values()) == traffic.bytes_by_source["peer"] for traffic in seen)
+        (counters,) = agent._ledger.beat("node", "host", "agent", 0.0, ()).counters.values()
+        assert (counters.sent_bytes, counters.bytes_by_source["peer"]) == (report.sent_bytes, report.peer_bytes)
 
 
 def test_nodes_feed_each_other_by_nixl(nodes_of: Any, monkeypatch: pytest.MonkeyPatch):
