@@ -367,6 +367,7 @@ class LoadBeat:
     error: LongshoreError | None  # the load cannot go on here
     complete: bool
     model: str = ""  # label of its metrics
+    left_out: tuple[Peer, ...] = ()  # nodes from which it reads nothing for a while, because they failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,10 @@ class AgentWatch:
             if record is not None and (record.life.is_over or beat.node_id not in record.nodes):
                 ended.append(load_id)  # over, or its ranks were moved from there: the node was taken for dead
             elif record is not None:
-                record.fetched(beat.node_id, sum(load.store_bytes for load in beat.loads if load.load_id == load_id))
+                parts = [load for load in beat.loads if load.load_id == load_id]
+                record.fetched(beat.node_id, sum(load.store_bytes for load in parts))
+                left_out = (peer for load in parts for peer in load.left_out)
+                record.leaves_out(beat.node_id, left_out, self._models.values())
         await self._note_progress(beat)
         self._begin_again(beat)
         for record in self._models.values():

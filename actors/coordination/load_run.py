@@ -324,7 +324,7 @@ class LoadRun:
                 placement.report, restarts = await outcome, 0
                 await self._rank_event(load_state.RankReady, placement)
                 if record.life.is_ready and record.report is None:
-                    record.finish(await self._report())
+                    record.finish(await self._report(), self._models.values())
                     await record.touch()
                 await placement.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
                 return

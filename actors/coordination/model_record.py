@@ -126,6 +126,7 @@ class ModelRecord:
     begun: set[tuple[str, int]] = field(default_factory=set)  # (node, attempt): parts that agents were told
     store_bytes: dict[str, int] = field(default_factory=dict)  # by node
     peers: dict[str, Peer | None] = field(default_factory=dict)  # by node: where it serves chunks to the others
+    left_out: dict[str, tuple[Peer, ...]] = field(default_factory=dict)  # by node: that it reads nothing from now
     peer_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)  # with which they prove it
     report: LoadReport | None = None
     error: LongshoreError | None = None
@@ -164,6 +165,24 @@ class ModelRecord:
         lost = {node_id for node_id, peer in self.peers.items() if peer is not None and node_id not in living}
         self.peers |= dict.fromkeys(lost)
         return bool(lost)
+
+    def leaves_out(self, node_id: str, peers: Iterable[Peer], records: Iterable[ModelRecord]) -> None:
+        """Note which nodes this one reads nothing from for now. Those that no other left out before are an event.
+
+        `records`: models whose nodes they may be.
+        """
+        now = tuple(dict.fromkeys(peers))
+        if now == self.left_out.get(node_id, ()):
+            return
+        nodes = self.nodes
+        before = {each: left_out for each, left_out in self.left_out.items() if each in nodes}
+        self.left_out = {each: left_out for each, left_out in {**before, node_id: now}.items() if left_out}
+        new = set(now).difference(*before.values())
+        if new and self.is_usable:
+            hosts = hosts_by_address(records)
+            others = sorted({hosts.get(peer.host, peer.host) for peer in new})
+            with self._logged():
+                self.events.left_out(time.time(), nodes.get(node_id, node_id), others)
 
     def members(self, others: Iterable[ModelRecord] = ()) -> Members:
         """Return the nodes that may read chunks from each other; none where no node serves any.
@@ -304,9 +323,13 @@ class ModelRecord:
         """The node has fetched so many bytes from the store for this load."""
         self.store_bytes[node_id] = size_bytes
 
-    def finish(self, report: LoadReport) -> None:
-        """The load is done."""
+    def finish(self, report: LoadReport, records: Iterable[ModelRecord]) -> None:
+        """The load is done, unless it was before. `records`: models whose nodes may have sent chunks to its own."""
+        if self.report is not None:
+            return  # two of its ranks were ready at one time, and each asked for the report
         self.report, self.ended_s = report, time.monotonic()
+        with self._logged():
+            self.events.sources(time.time(), report.nodes, hosts_by_address(records))
 
     async def end(self, error: LongshoreError) -> None:
         """The model is over, released or with this error."""

@@ -471,7 +471,14 @@ class NodeLedger:
             host,
             incarnation,
             tuple(
-                LoadBeat(*load.job.part, load.store_bytes, load.error, load.complete, label(load.job.model))
+                LoadBeat(
+                    *load.job.part,
+                    load.store_bytes,
+                    load.error,
+                    load.complete,
+                    label(load.job.model),
+                    () if load.peers is None else load.peers.left_out,
+                )
                 for load in loads
             ),
             rank_beats(loads, now_s),

@@ -31,17 +31,17 @@ from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
-from storage.peers import Asker, NoChunk
+from storage.peers import Asker, NoChunk, Peer
 
-# Chunks that a node waits for at one time. With fewer, one that comes over several nodes is asked for too late; with more
-# the first ones come late, as all share the links. In `bench.simulate_peers` 32 were too few for 64 nodes.
+# Chunks that a node waits for at one time. With fewer, one that comes over several nodes is asked for too late. With
+# more, the first ones come late, as all share the links. In `bench.simulate_peers` 32 were too few for 64 nodes.
 MOST_ASKED = 48
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
 FAR_BEHIND = 64  # chunks: so many that a node which only began later has caught up after it has got as many
 SLOW_S = 10.0  # a slow node refuses the others of its load so long
 PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
-# Requests in line to be sent. Nodes have no more than MOST_ASKED on average: one that sends so many more, and has as many
-# in line again, is slow.
+# Requests in line to be sent: nodes have no more than MOST_ASKED on average. One that has sent so many, and still has as
+# many in line, is slow.
 MOST_READERS = 64
 _ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
 
@@ -178,6 +178,11 @@ class PeerExchange:
             return
         if commit.chunk not in self._kept and self._cache.pin(cached, self._pinner(commit.chunk), owner=self._part):
             self._kept[commit.chunk] = _Kept(cached, askers, now_s)
+
+    @property
+    def left_out(self) -> tuple[Peer, ...]:
+        """Nodes that failed and are asked for nothing for a while (`PeerRoutes.left_out`)."""
+        return self._routes.left_out
 
     # -- other nodes -------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from storage.peers import Peer
 
 FAN_OUT = 3
 MOST_SOURCES = 3  # nodes that are asked for one chunk, before it comes from the store
+MOST_LEFT_OUT = 16  # of the nodes that are left out, so many are reported
 LEFT_OUT_S = 30.0  # a node that does not answer is asked again after this time
 # Work of one node to find out what the others need: chunks times ranks with different parts; 10^8 take about 10 s. With
 # more, as where 1,024 nodes share out a model of 1T parameters, nodes form blocks, and each block reads the store once.
@@ -163,6 +164,14 @@ class PeerRoutes:
     def leaves_out_many(self) -> bool:
         """True when so many nodes are left out that slow ones are better than none."""
         return len(self._left_out) > max(1, len(self._nodes) // 8)
+    def left_out(self) -> tuple[Peer, ...]:
+        """The first of the nodes that failed and are asked for nothing for a while, at most MOST_LEFT_OUT.
+
+        Nodes that the coordinator knows to be lost are not among them.
+        """
+        for_a_while = (self._nodes[at].peer for at, until_s in self._left_out.items() if until_s < math.inf)
+        failed = itertools.chain((peer for peer in for_a_while if peer is not None), self._lenders_out)
+        return tuple(itertools.islice(failed, MOST_LEFT_OUT))
 
     def update(self, members: Members) -> None:
         """Take over where nodes serve chunks now: an agent was restarted, or a node is lost and no member any more."""

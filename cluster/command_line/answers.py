@@ -160,7 +160,13 @@ def exit_code(error: BaseException) -> int:
     return next((_CODE_OF[kind] for kind in type(error).__mro__ if kind in _CODE_OF), 1)
 
 
-STYLES = {"rank_lost": "bold red", "moved": "yellow", "rank_replaced": "yellow", "rank_ready": "green"}
+STYLES = {
+    "rank_lost": "bold red",
+    "moved": "yellow",
+    "peer_left_out": "yellow",
+    "rank_replaced": "yellow",
+    "rank_ready": "green",
+}
 
 
 def time_of_day(at_s: float) -> str:

@@ -59,8 +59,9 @@ class NoChunks:
     def load_key(self, load_id: str) -> None:
         """See `ChunkShelf`."""
 
-    def take(self, load_id: str, chunk: int, asker: str) -> None:
+    def take(self, load_id: str, chunk: int, asker: Asker, wait_s: float) -> NoChunk:
         """See `ChunkShelf`."""
+        return NoChunk.MISSING
 
 
 class PeerProbe:

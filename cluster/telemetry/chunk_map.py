@@ -8,7 +8,7 @@ are a few runs.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.scheduling.lease_queue import ChunkState
-from cluster.telemetry.stats import Jsonable, NodeTraffic
-from cluster.units import printable
+from cluster.telemetry.stats import Jsonable, NodeReport, NodeTraffic, named_senders
+from cluster.units import printable, show_bytes
 from storage.checkpoints.model_index import ChunkTable, Shard
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MAX_EVENTS = 1000  # of one load; older ones are forgotten
 MAX_TEXT = 500  # characters of one event's message
+MOST_NODES = 32  # of a load: on more, one event has the bytes of all, and only the report those of each
+MOST_SENDERS = 4  # that an event's message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class LoadEvent(Jsonable):
 
     number: int  # from 1 on, without gaps: a gap seen by a reader is what was forgotten
     at_s: float  # seconds since the epoch, by the clock of the coordinator's host
-    kind: str  # "state", "rank_ready", "rank_lost", "rank_replaced", "moved", "note"
+    # "state", "rank_ready", "rank_lost", "rank_replaced", "moved", "note"; "peer_left_out": a node reads nothing from
+    # others for a while; "sources": where the bytes of the load or of a node came from, at the end of the load
+    kind: str
     message: str
     rank: int | None = None
     host: str = ""
@@ -68,6 +72,36 @@ class EventLog:
             self.add(at_s, "note", message)
         self._note = message
 
+    def left_out(self, at_s: float, host: str, others: Sequence[str]) -> None:
+        """Note that a node reads no chunks from these other hosts for a while."""
+        text = f"{host} reads nothing from {_listed(others)} for a while: no answer, a very slow one, or other bytes"
+        self.add(at_s, "peer_left_out", text, host=host, others=list(others))
+
+    def sources(self, at_s: float, nodes: Sequence[NodeReport], hosts: Mapping[str, str]) -> None:
+        """Note where the bytes of a load that is done came from: all, then those of each of up to MOST_NODES nodes.
+
+        `hosts`: names of hosts by the address at which they serve chunks.
+        """
+        if len(nodes) != 1:
+            total: Counter[str] = Counter()
+            for node in nodes:
+                total.update(node.bytes_by_source)
+            self.add(at_s, "sources", f"all nodes: {_sources_text(total)}", bytes_by_source=dict(total))
+        for node in nodes if len(nodes) <= MOST_NODES else ():
+            senders = named_senders(node.peer_bytes_from, hosts)
+            named = [f"{host} {show_bytes(size_bytes)}" for host, size_bytes in senders.items()]
+            received = f" ({_listed(named)})" if named else ""
+            sent = f"; sent {show_bytes(node.sent_bytes)} to other nodes" if node.sent_bytes else ""
+            self.add(
+                at_s,
+                "sources",
+                f"{node.host}: {_sources_text(node.bytes_by_source)}{received}{sent}",
+                host=node.host,
+                bytes_by_source=node.bytes_by_source,
+                peer_bytes_from=senders,
+                sent_bytes=node.sent_bytes,
+            )
+
     def moved(self, at_s: float, before: Life, after: Life, hosts: Mapping[int, str]) -> None:
         """All that differs between two moments of the load's life. `hosts`: where each rank sits."""
         if after.attempt > before.attempt:
@@ -93,6 +127,25 @@ def _of_rank(
         yield "rank_replaced", "it has a new worker, which loads its slices again"
     if is_ready and not was_ready:
         yield "rank_ready", "it holds all its slices"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first MOST_SENDERS names, and how many more there are."""
+    more = len(names) - MOST_SENDERS
+    return ", ".join(names[:MOST_SENDERS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _sources_text(bytes_by_source: Mapping[str, int]) -> str:
+    """Return `1.2 GB from the store, 3 GB from other nodes`; the peers come last."""
+    store_bytes = bytes_by_source.get("store_via_arena", 0) + bytes_by_source.get("store_direct", 0)
+    sizes = {
+        "from the store": store_bytes,
+        "from disk": bytes_by_source.get("disk", 0),
+        "from the arena": bytes_by_source.get("arena", 0),
+        "from store or cache, not known": bytes_by_source.get("unknown", 0),
+        "from other nodes": bytes_by_source.get("peer", 0),
+    }
+    return ", ".join(f"{show_bytes(size_bytes)} {name}" for name, size_bytes in sizes.items() if size_bytes) or "0 B"
 
 
 # from what is least done to what is most: of a chunk that two parts of a load need, the first counts

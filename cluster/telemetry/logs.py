@@ -34,7 +34,13 @@ LogSettings = tuple[str, str]  # format, level; empty ones: as it is
 
 ROOT = "longshore"
 FIELDS = ("load", "attempt", "rank", "chunk", "node", "cause", "event")
-_LEVELS = {"rank_lost": logging.WARNING, "moved": logging.WARNING, "rank_ready": logging.DEBUG}
+_LEVELS = {
+    "rank_lost": logging.WARNING,
+    "moved": logging.WARNING,
+    "peer_left_out": logging.WARNING,
+    "rank_ready": logging.DEBUG,
+    "sources": logging.DEBUG,
+}
 
 
 @dataclass(frozen=True, slots=True)

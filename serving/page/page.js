@@ -9,7 +9,7 @@ import { moved, remember, showRate } from "./rate.js";
 const LOOK_MS = 1000;
 const IDLE_LOOKS = 5; // the chunks of a model at which nothing happens are asked for once in so many looks
 const KEPT_EVENTS = 1000;
-const FAILURES = new Set(["rank_lost", "moved", "retries", "corrupt"]);
+const FAILURES = new Set(["rank_lost", "moved", "peer_left_out", "retries", "corrupt"]);
 const BAD_STATES = new Set(["failed", "degraded"]);
 const OVER = new Set(["failed", "released"]);
 const THEME = "longshore-theme";

@@ -24,7 +24,8 @@ import pytest
 
 import cluster
 from bench.harness.hosts import Host
-from cluster import LoadedModel, LoadReport
+from cluster import LoadedModel, LoadReport, client
+from cluster.telemetry.chunk_map import LoadEvent
 from tests.support.fault_proxy import FaultProxy
 from tests.support.net_cluster import HOST_RESOURCE, NetCluster, net_cluster
 from tests.support.ray_clusters import eventually
@@ -55,6 +56,7 @@ class PeerLoad:
     def __init__(self, net: NetCluster, stored: StoredModel, proxy: FaultProxy, pool: ThreadPoolExecutor) -> None:
         self.net, self.stored, self.proxy, self._pool = net, stored, proxy, pool
         self.loading: Future[LoadedModel] = Future()
+        self.events: tuple[LoadEvent, ...] = ()
 
     def begin(self) -> list[Host]:
         """Return the hosts of the ranks when every agent has served and a quarter of all bytes are placed."""
@@ -78,6 +80,7 @@ class PeerLoad:
         with self.loading.result(300) as model:
             differs = model.call(shard_differs, str(self.stored.folder), 1, 1, KV_HEADS)
             report = model.report
+            self.events = client.events(model.model_id)
         assert differs == [[]] * NODES
         for node in report.nodes:
             sources = node.store_bytes + node.disk_bytes + node.peer_bytes + node.cached_bytes + node.unknown_bytes
@@ -164,6 +167,10 @@ def test_two_nodes_do_not_reach_each_other(peers: PeerLoad) -> None:
         first.meet(second)
         second.meet(first)
     assert report.attempts == 1
+    left_out = [event for event in peers.events if event.kind == "peer_left_out"]
+    hosts = {node.host for node in report.nodes}
+    assert left_out
+    assert all({event.host, *event.details["others"]} <= hosts for event in left_out)
 
 
 def test_a_node_is_lost_and_a_spare_one_takes_its_place(peers: PeerLoad) -> None:

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import cluster
 from actors.links import COORDINATOR
 from cluster import client
 from tests.support.free_ports import free_ports
-from tests.support.ray_clusters import Longshore, eventually
+from tests.support.ray_clusters import Longshore, eventually, scrape
 from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
-
-
-def scrape(url: str) -> dict[tuple[str, ...], float]:
-    """Return (name, label values by label) -> value; empty while the server does not answer."""
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            text = answer.read().decode()
-    except OSError:
-        return {}
-    return {
-        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 def total(found: dict[tuple[str, ...], float], name: str) -> float:

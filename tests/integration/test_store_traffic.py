@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 import cluster
+from cluster import client
 from tests.support.counting_proxy import CountingProxy
-from tests.support.ray_clusters import Longshore
+from tests.support.ray_clusters import Longshore, eventually, scrape
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
@@ -75,8 +76,27 @@ def test_two_nodes_each_fetch_a_chunk_once(longshore: Longshore, llama: StoredMo
             assert [node.used_bytes for node in longshore.status().nodes] == [needed // 2] * 2
 
 
+def check_shown(longshore: Longshore, model: cluster.LoadedModel) -> None:
+    """Check that events, the chunk map and the metrics say of each node what the report says."""
+    nodes = {node.node: node for node in model.report.nodes}
+    found = client.chunk_map(model.model_id, address=longshore.address).nodes
+    assert {each.node for each in found} == nodes.keys()
+    for each in found:
+        known = {source: size for source, size in nodes[each.node].bytes_by_source.items() if source != "unknown"}
+        assert each.traffic.bytes_by_source == known
+        assert each.traffic.sent_bytes == nodes[each.node].sent_bytes
+        assert each.traffic.peer_bytes_from == {each.host: nodes[each.node].peer_bytes}  # both nodes are on this host
+    events = client.events(model.model_id, address=longshore.address)
+    total, *of_nodes = [event for event in events if event.kind == "sources"]
+    assert total.details["bytes_by_source"] == model.report.bytes_by_source
+    assert [event.details["sent_bytes"] for event in of_nodes] == [node.sent_bytes for node in nodes.values()]
+    url, name = longshore.status().metrics_url, "longshore_sent_bytes_total"
+    sent = {node.sent_bytes for node in nodes.values()}
+    eventually(lambda: {size for key, size in scrape(url).items() if key[0] == name} == sent, "not what was sent")
+
+
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2, "data_parallel_size": 2}, {"tensor_parallel_size": 4}])
-@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0, arena_bytes=9 << 20)
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0, arena_bytes=9 << 20, metrics_port=0)
 def test_two_nodes_fetch_a_chunk_once_together(
     longshore: Longshore, llama: StoredModel, layout: dict[str, int]
 ) -> None:
@@ -89,6 +109,7 @@ def test_two_nodes_fetch_a_chunk_once_together(
             assert set(weight_ranges(proxy).values()) == {1}
             assert report.peer_bytes == report.bytes_by_source["peer"] > 0
             assert report.store_bytes + report.peer_bytes == sum(node.needed_bytes for node in report.nodes)
+            check_shown(longshore, model)
             tp = layout["tensor_parallel_size"]
             assert model.call(shard_differs, str(llama.folder), tp, 1, KV_HEADS) == [[]] * 4
 

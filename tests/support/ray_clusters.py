@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from actors.links import COORDINATOR, NAMESPACE, agent_name
 from cluster import client
@@ -343,6 +345,20 @@ def eventually(
         if time.monotonic() > give_up_s:
             raise AssertionError(problem if isinstance(problem, str) else problem())
         time.sleep(every_s)
+
+
+def scrape(url: str) -> dict[tuple[str, ...], float]:
+    """Return the metrics at `url`: (name, label values by label) -> value. Empty while the server does not answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return {}
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.errors import ArenaBusy
 from storage.host.processes import ProcessId
+from storage.peers import Peer
 from storage.store_ref import StoreRef
 
 
@@ -216,6 +217,42 @@ def test_an_agent_waiting_for_a_finished_rank_is_notified(
     """It restarted after the rank had ended, and got the load before the coordinator knew of the end."""
     rank = replace(RANK, pid=pid, done=done, incarnation=incarnation)
     assert hear_of(rank, monkeypatch, report=report) == ([], ["living"] * told)
+
+
+def test_a_node_that_others_leave_out_is_one_event(ray_of: Ray) -> None:
+    """However many nodes leave it out, and for how long. When all ask it again, its next failure is another event."""
+    peers = {name: Peer(f"10.0.0.{at}", 9465, f"agent {name}") for at, name in enumerate(("a", "b", "c", "d"))}
+    ray_of.living |= peers.keys()
+
+    async def run() -> ModelRecord:
+        record = ModelRecord("llama-1", REQUEST, replace(Life.new(3), state=LoadState.LOADING), Holders())
+        record.placements = {rank: Placement(rank, node, f"gpu-{node}", None) for rank, node in enumerate("abc")}
+        record.peers |= {node: peers[node] for node in "abc"}
+        begun = Run()
+        watch = AgentWatch(
+            "coordinator", 60.0, {"llama-1": record}, *[lambda *_: None, lambda _: begun, lambda *_: None]
+        )  # type: ignore[arg-type, list-item]
+
+        async def says(node: str, *left_out: str) -> None:
+            load = LoadBeat("llama-1", 1, 0, None, False, left_out=tuple(peers[name] for name in left_out))
+            await watch.receive(replace(beat(node), loads=(load,), peer=peers[node]))
+
+        await says("a", "c")
+        await says("a", "c")
+        await says("b", "c")
+        await says("a")
+        await says("b", "c", "d")
+        await says("b")
+        await says("a", "c")
+        return record
+
+    events = asyncio.run(run()).events.after(0)
+    assert [(event.kind, event.host, event.details["others"]) for event in events] == [
+        ("peer_left_out", "gpu-a", ["gpu-c"]),
+        ("peer_left_out", "gpu-b", ["10.0.0.3"]),  # of a load that is not known here
+        ("peer_left_out", "gpu-a", ["gpu-c"]),
+    ]
+    assert events[0].message.startswith("gpu-a reads nothing from gpu-c for a while")
 
 
 def test_status_omits_agents_that_were_ended(ray_of: Ray) -> None:

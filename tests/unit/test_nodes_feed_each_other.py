@@ -222,6 +222,8 @@ def test_a_node_without_use_is_left_for_the_store(
                 listening.close()
         first, second = nodes.load()
     os.close(rubbish.descriptor)
+    (load,) = nodes.nodes[0].agent._ledger.beat("node", "host", "agent", 0.0, ()).loads
+    assert load.left_out == (nodes.others[1],)
     assert set(first.retries) == {"peer_damaged" if damages else "peer_unavailable"}
     assert first.store_bytes == first.needed_bytes
     assert second.peer_bytes + second.store_bytes == second.needed_bytes

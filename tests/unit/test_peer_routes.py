@@ -124,6 +124,22 @@ def test_what_a_lost_node_would_have_sent_comes_from_the_next_one(gone: int):
         assert first_sources(routes, chunk, list(routes)).items() <= before[chunk].items()
 
 
+def test_nodes_that_failed_are_reported_until_they_are_asked_again(monkeypatch: pytest.MonkeyPatch):
+    nodes, lender = nodes_of(7), Peer("10.0.0.2", 1000, "of another load")
+    members = Members(tuple(nodes), b"key", (PeerSource(lender, "other", b"other key"),))
+    routes = PeerRoutes(members, "llama", "node-0", tables_of({rank: range(CHUNKS) for rank in range(7)}))
+    routes.leave_out(source_of(nodes[3]), 1.0)
+    routes.leave_out(source_of(nodes[4]), 5.0)
+    routes.leave_out(members.lenders[0], 5.0)
+    assert set(routes.left_out) == {nodes[3].peer, nodes[4].peer, lender}
+    routes.forget(2.0)
+    assert set(routes.left_out) == {nodes[4].peer, lender}
+    monkeypatch.setattr(peer_routes, "MOST_LEFT_OUT", 1)
+    assert len(routes.left_out) == 1
+    routes.update(replace(members, nodes=tuple(node for node in nodes if node is not nodes[4])))  # it is lost
+    assert routes.left_out == (lender,)
+
+
 def test_a_node_that_is_asked_past_another_keeps_chunks_for_those_behind_it():
     tables = tables_of({rank: range(CHUNKS) for rank in range(20)})
     routes = routes_of(nodes_of(20), tables)
