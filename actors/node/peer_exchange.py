@@ -40,7 +40,7 @@ PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not
 FAR_BEHIND = 64  # chunks: so many that a node which only began later has caught up after it has got as many
 SLOW_S = 10.0  # a slow node refuses the others of its load so long
 PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
-# Requests in line to be sent: nodes have no more than MOST_ASKED on average. One that has sent so many, and still has as
+# Requests in line to be sent. Nodes have no more than MOST_ASKED on average. One that has sent so many, and still has as
 # many in line, is slow.
 MOST_READERS = 64
 _ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}

@@ -164,6 +164,8 @@ class PeerRoutes:
     def leaves_out_many(self) -> bool:
         """True when so many nodes are left out that slow ones are better than none."""
         return len(self._left_out) > max(1, len(self._nodes) // 8)
+
+    @property
     def left_out(self) -> tuple[Peer, ...]:
         """The first of the nodes that failed and are asked for nothing for a while, at most MOST_LEFT_OUT.
 

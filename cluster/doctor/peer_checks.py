@@ -19,6 +19,7 @@ from typing import Any
 from cluster.doctor.host_checks import Check, name_of
 from cluster.joining.node_tasks import Node, NodeActors, why_no_answer
 from storage.errors import StoreError
+from storage.peers import Asker, NoChunk
 from storage.peers.chunk_server import ChunkServer
 from storage.peers.peer_client import serves_chunks
 from storage.stores.requests import host_and_port
