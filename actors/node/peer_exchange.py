@@ -13,8 +13,8 @@ A chunk waits a few seconds for nodes that have not asked for it. Then they are 
 they ask for something that is still to come.
 
 A node that is far slower than the others says so to those that ask, and they leave it out for a while. It is slow in
-sending when requests for chunks that it has stay in line, however many it sends. It is slow in receiving when a node
-that waits for it has far more of what it needs, and still has after many chunks have come here.
+sending when it gets chunks twice as fast as it sends them, though others wait in line. It is slow in receiving when a
+node that waits for it has far more of what it needs, and still has after many chunks have come here.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not
 FAR_BEHIND = 64  # chunks: so many that a node which only began later has caught up after it has got as many
 SLOW_S = 10.0  # a slow node refuses the others of its load so long
 PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
-# Requests in line to be sent. Nodes have no more than MOST_ASKED on average. One that has sent so many, and still has as
-# many in line, is slow.
-MOST_READERS = 64
+LONG_LINE = 16  # requests for chunks that are here: a node with fewer is not slow
 _ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
 
 
@@ -99,7 +97,7 @@ class PeerExchange:
         self._needed_chunks = max(1, len(queue.chunks()))
         self._come = 0  # chunks that were committed
         self._given = 0  # times that another node has read a chunk, or has stopped
-        self._full_at: int | None = None  # the same, when the line of requests became too long
+        self._full_at: tuple[int, int] | None = None  # (come, given) when the line of requests became long
         self._ahead: dict[str, int] = {}  # node that waited here while it had far more -> what had come until then
         self._slow_until_s = 0.0
 
@@ -213,12 +211,12 @@ class PeerExchange:
 
     def _is_slow(self, now_s: float) -> bool:
         """Return whether other nodes of the load should leave this one out."""
-        if len(self._reading) < MOST_READERS:
+        if len(self._reading) < LONG_LINE:
             self._full_at = None
-        elif self._full_at is None:
-            self._full_at = self._given
-        elif self._given - self._full_at >= MOST_READERS:
-            self._slow_until_s = now_s + SLOW_S
+        else:
+            come, given = self._full_at = self._full_at or (self._come, self._given)
+            if self._come - come >= 2 * (self._given - given + LONG_LINE):
+                self._slow_until_s = now_s + SLOW_S
         return now_s < self._slow_until_s
 
     def _stays_behind(self, asker: Asker) -> bool:
