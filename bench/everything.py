@@ -28,6 +28,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "tensors": ("bench.plan_scale", "--tensors", "30000"),
     "simulated": ("bench.simulate",),
     "peers": ("bench.peers",),
+    "carrier": ("bench.carrier",),
 }
 SMALL: dict[str, tuple[str, ...]] = {
     "loads": ("--small",),
@@ -41,6 +42,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "tensors": ("--tensors", "300", "--layout", "1x1x1"),
     "simulated": ("--nodes", "1", "--layers", "2"),
     "peers": ("--nodes", "1,2", "--size", "40MB", "--rounds", "1"),
+    "carrier": ("--reads", "2", "--rounds", "1"),
 }
 
 

@@ -4,7 +4,8 @@ The model is a manifest only (`bench.huge_model`); no byte of weights exists. Ea
 that its memory is its own, and runs the project's code for that part of a load:
 
     planning   the planning process: parse and check the manifest, cut the tensors, compute each rank's facts, pack
-    agent      one node's agent: unpack the tables, find the chunks of its ranks, build the queue (`NodeLedger.begin`)
+    agent      one node's agent: unpack the tables, find the chunks of its ranks, build the queue (`NodeLedger.begin`);
+               find out which chunks the other nodes need, and the trees of all that this node needs (`PeerRoutes`)
     worker     one rank: unpack the tables, compute its plan and its read items
     messages   the bytes that the coordinator sends (`actors.coordination.jobs`)
 
@@ -37,6 +38,7 @@ from cluster.planning.make_plan import build_load_plan
 from storage.host.memory import high_water_bytes, without_collector
 
 if TYPE_CHECKING:
+    from cluster.messages import Members
     from cluster.planning.packed_plan import SharedTables
 
 DEFAULT_LAYOUTS = ("8x16x8", "8x128x1", "1x1024x1")
@@ -97,6 +99,8 @@ def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
 
 def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     from actors.node.node_ledger import NodeLedger
+    from actors.node.peer_routes import PeerRoutes
+    from cluster.planning.packed_plan import unpack_shared
     from storage.arena.chunk_cache import ChunkCache
 
     packed = _packed(folder, layout)
@@ -107,6 +111,14 @@ def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     with stages.stage("begin"):
         ledger.begin(job, 0.0)
     report = ledger.report("load", "node", "host")
+    members, tables = _members(len(packed.ranks), ranks_per_node), unpack_shared(packed.shared)
+    chunks = sorted({chunk for rank in ranks for chunk in tables.chunk_ids(rank).tolist()})
+    with stages.stage("what other nodes need"):
+        routes = PeerRoutes(members, "load", members.nodes[0].node_id, tables)
+    with stages.stage("trees of its chunks"):
+        for chunk in chunks:
+            routes.sources(chunk)
+            routes.askers(chunk)
     return stages.result(
         needed_chunks=report.needed_chunks,
         needed_bytes=report.needed_bytes,
@@ -192,15 +204,30 @@ def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     nodes = [(f"{node:056x}", f"host-{node:03}") for node in range(-(-request.world_size // ranks_per_node))]
     for rank in range(request.world_size):
         record.placements[rank] = Placement(rank, *nodes[rank // ranks_per_node], None)
+    record.peers = {node.node_id: node.peer for node in _members(request.world_size, ranks_per_node).nodes}
     node_id = record.placements[0].node_id
     sizes = {
         "shared_bytes": len(packed.shared),
         "node_job_bytes": len(pickle.dumps(jobs.node_job(record, node_id, record.life.attempt, Config()))),
         "rank_job_bytes": len(pickle.dumps(jobs.rank_job(record, record.placements[0], Config()))),
+        "members_bytes": len(record.members().pack()),
         "nodes": len(record.nodes),
     }
     through = sizes["nodes"] * sizes["node_job_bytes"] + request.world_size * sizes["rank_job_bytes"]
     return {**sizes, "coordinator_sends_bytes": through}
+
+
+def _members(ranks: int, ranks_per_node: int) -> Members:
+    """Return nodes that have so many ranks and all serve chunks. Ids are as long as Ray's, and alike in `messages`."""
+    from cluster.messages import Members, NodePeer
+    from storage.peers import Peer
+
+    nodes = []
+    for node in range(-(-ranks // ranks_per_node)):
+        of_node = tuple(range(node * ranks_per_node, min(ranks, (node + 1) * ranks_per_node)))
+        peer = Peer(f"10.0.{node // 256}.{node % 256}", 9465, f"{node:012x}")
+        nodes.append(NodePeer(f"{node:056x}", of_node, peer))
+    return Members(tuple(nodes), bytes(32))
 
 
 PARTS: dict[str, Callable[[Path, str, int], dict[str, Any]]]
@@ -302,6 +329,7 @@ def table(found: dict[str, Any]) -> str:
         column["shared tables, to each node once"] = f"{sent['shared_bytes'] / 1e6:.1f} MB"
         column["job of a node"] = f"{sent['node_job_bytes'] / 1e3:.1f} kB"
         column["job of a rank"] = f"{sent['rank_job_bytes'] / 1e3:.1f} kB"
+        column["members, to each node once"] = f"{sent['members_bytes'] / 1e3:.1f} kB"
         column["heartbeat of a node"] = f"{node['heartbeat_bytes'] / 1e3:.1f} kB"
         column["all jobs together"] = f"{sent['coordinator_sends_bytes'] / 1e6:.1f} MB"
         columns.append(column)

@@ -1,0 +1,134 @@
+"""A node's share in the exchange of chunks: when it says that it is too slow, and who may wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from actors.node.chunk_flow import ChunkKeys
+from actors.node.peer_exchange import FAR_BEHIND, LONG_LINE, SLOW_S, PeerExchange
+from actors.node.peer_routes import PeerRoutes
+from bench.sim_peers import ReplicaTables
+from cluster.messages import Commit, Members, NodePeer
+from cluster.scheduling.lease_queue import LeaseQueue
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.slots import CachedChunk
+from storage.host.processes import ProcessId
+from storage.peers import Asker, NoChunk, Peer
+
+CHUNKS, CHUNK_BYTES, NODES = 600, 1024, 4
+PART = ("load", 1)
+RANK, AGENT = ProcessId(1, 1), ProcessId(2, 2)
+AS_FAR = Asker("node-1", 1.0)  # as far as node 0 at its begin
+HALF_DONE = Asker("node-1", 0.5)
+
+
+class Node:
+    """Node 0 of a load on four nodes, each of which needs everything."""
+
+    def __init__(self) -> None:
+        tables = ReplicaTables.of_size(CHUNKS, CHUNK_BYTES)
+        nodes = tuple(NodePeer(f"node-{at}", (at,), Peer("10.0.0.1", 1, f"{at}")) for at in range(NODES))
+        self.cache = ChunkCache(CHUNKS)
+        self.queue = LeaseQueue({0: tables.chunk_ids(0)})
+        self.keys = ChunkKeys(tables, "store", "load")
+        routes = PeerRoutes(Members(nodes, b"key"), "load", "node-0", tables)
+        self.exchange = PeerExchange(routes, PART, self.cache, self.keys, self.queue, needs_digest=False)
+        self.missing = iter(range(CHUNKS))
+        # chunks that node 1 reads from here
+        self.for_others = [chunk for chunk in range(CHUNKS) if "node-1" in routes.askers(chunk)]
+        self.here: set[int] = set()
+
+    def get(self, count: int) -> None:
+        """So many chunks come, in the order of the plan."""
+        for _ in range(count):
+            chunk = next(self.missing)
+            lease = self.cache.lease(self.keys[chunk], RANK, 60.0, owner=PART)
+            assert lease is not None
+            self.queue.leased(chunk, 0)
+            self.cache.commit(lease.lease_id, CHUNK_BYTES, [("rank", chunk)])
+            cached = self.cache.lookup(self.keys[chunk])
+            assert cached is not None
+            self.queue.committed(chunk)
+            self.exchange.committed(Commit(lease.lease_id, chunk), cached, 0.0)
+            self.queue.placed(0, chunk)
+            self.here.add(chunk)
+
+    def take(self, chunk: int, asker: Asker = AS_FAR, now_s: float = 0.0) -> CachedChunk | NoChunk:
+        return self.exchange.take(chunk, AGENT, f"peer-{chunk}", asker, now_s)
+
+    def to_come(self) -> int:
+        """Return a chunk that node 1 reads from here, and that is far from coming."""
+        return self.for_others[-1]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    return Node()
+
+
+def line_up(node: Node) -> list[tuple[int, CachedChunk]]:
+    """A long line of requests, none of which is sent yet."""
+    node.get(4 * LONG_LINE)
+    held = []
+    for chunk in sorted(node.here & set(node.for_others))[:LONG_LINE]:
+        found = node.take(chunk)
+        assert isinstance(found, CachedChunk)
+        held.append((chunk, found))
+    assert len(held) == LONG_LINE
+    return held
+
+
+def test_a_node_that_gets_more_than_it_sends_says_that_it_is_slow(node: Node) -> None:
+    line_up(node)
+    assert node.take(node.to_come()) is NoChunk.COMING
+    node.get(2 * LONG_LINE - 1)
+    assert node.take(node.to_come()) is NoChunk.COMING
+    node.get(1)
+    assert node.take(node.to_come()) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come(), Asker("node-1")) is NoChunk.COMING  # who asks nobody else
+    assert node.take(node.to_come(), Asker("other"), SLOW_S - 1) is not NoChunk.TOO_SLOW  # of a later load
+
+
+def test_a_node_that_sends_as_much_as_it_gets_is_not_slow_however_long_the_line(node: Node) -> None:
+    held = line_up(node)
+    for chunk in (chunk for chunk in node.for_others if chunk >= 4 * LONG_LINE):
+        while chunk not in node.here:
+            node.get(1)
+        given, cached = held.pop(0)
+        node.exchange.given(given, cached, AGENT, f"peer-{given}", "node-1", received=True)
+        found = node.take(chunk)
+        assert isinstance(found, CachedChunk)
+        held.append((chunk, found))
+        if chunk > CHUNKS - 20:
+            break
+
+
+def test_a_node_is_not_slow_for_ever(node: Node) -> None:
+    held = line_up(node)
+    assert node.take(node.to_come()) is NoChunk.COMING
+    node.get(2 * LONG_LINE)
+    assert node.take(node.to_come()) is NoChunk.TOO_SLOW
+    for chunk, cached in held:
+        node.exchange.given(chunk, cached, AGENT, f"peer-{chunk}", "node-1", received=True)
+    assert node.take(node.to_come(), now_s=SLOW_S - 0.1) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come(), now_s=SLOW_S) is NoChunk.COMING
+
+
+def test_a_node_that_stays_far_behind_says_that_it_is_slow(node: Node) -> None:
+    assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING  # it may only have begun later
+    node.get(FAR_BEHIND - 1)
+    assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
+    node.get(1)
+    assert node.take(node.to_come(), Asker("node-1")) is NoChunk.COMING
+    assert node.take(node.to_come(), HALF_DONE) is NoChunk.TOO_SLOW
+
+
+def test_a_node_that_catches_up_is_waited_for(node: Node) -> None:
+    ahead = Asker("node-1", 1 - (2 * FAR_BEHIND - 1) / CHUNKS)
+    assert node.take(node.to_come(), ahead) is NoChunk.COMING
+    node.get(FAR_BEHIND)
+    assert node.take(node.to_come(), ahead) is NoChunk.COMING
+    node.get(FAR_BEHIND)
+    assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING  # the count begins anew
