@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.node.peer_routes import FAN_OUT
+from actors.node.peer_routes import hops
 from bench.harness.report import markdown_table
 from bench.options import new_parser, positive_float, positive_int
 from bench.sim_node import GB, Rates
@@ -39,10 +39,7 @@ class PeerCase:
     @property
     def hops(self) -> int:
         """Hops from a chunk's home to the last node of its tree."""
-        found, place = 0, self.nodes - 1
-        while place:
-            found, place = found + 1, (place - 1) // FAN_OUT
-        return found
+        return hops(self.nodes)
 
     def limit_s(self, rates: Rates) -> float:
         """Return the time of the model over the slowest link, and a chunk's time for each hop."""

@@ -33,11 +33,15 @@ from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
 from storage.peers import Asker, NoChunk, Peer
 
-# Chunks that a node waits for at one time. With fewer, one that comes over several nodes is asked for too late. With
-# more, the first ones come late, as all share the links. In `bench.simulate_peers` 32 were too few for 64 nodes.
-MOST_ASKED = 48
+# Chunks that a node waits for at one time, for each hop of a tree. With fewer, chunks are asked for too late. With
+# more, the first ones come late, as all share the links. In `bench.simulate_peers` 8 were best for 2 and 4 nodes
+# (a hop), 24 for 16 nodes (3 hops), 48 for 64 and 256 nodes (4 and 5 hops).
+ASKED_PER_HOP = 10
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
-FAR_BEHIND = 64  # chunks: so many that a node which only began later has caught up after it has got as many
+CATCH_UP = (
+    64  # chunks: a node that began late catches up while so many come here, as those that wait for it go on slowly
+)
+PAUSE = 16  # chunks: when so many come without a node that is far ahead and waits, then this one has caught up
 SLOW_S = 10.0  # a slow node refuses the others of its load so long
 PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
 LONG_LINE = 16  # requests for chunks that are here: a node with fewer is not slow
@@ -94,11 +98,12 @@ class PeerExchange:
         self._reading: Counter[tuple[int, str]] = Counter()
         self._late: set[str] = set()
         self._news: list[int] = []  # chunks that have come since `take_news`
+        self._most_asked = ASKED_PER_HOP * max(1, routes.hops)
         self._needed_chunks = max(1, len(queue.chunks()))
         self._come = 0  # chunks that were committed
         self._given = 0  # times that another node has read a chunk, or has stopped
         self._full_at: tuple[int, int] | None = None  # (come, given) when the line of requests became long
-        self._ahead: dict[str, int] = {}  # node that waited here while it had far more -> what had come until then
+        self._behind: tuple[int, int] | None = None  # (first, last) `_come` when a node that was far ahead waited here
         self._slow_until_s = 0.0
 
     # -- leases ------------------------------------------------------------------------------------------------
@@ -124,7 +129,7 @@ class PeerExchange:
         half = max(1, self._cache.window_slots // 2)
         alike = sum(lease.feeds == feeds for lease in leases) + (len(self._kept) if feeds else 0)
         fits = alike < (half if feeds else max(1, half - 1))
-        if fits and not (asks and sum(bool(lease.sources) for lease in leases) >= MOST_ASKED):
+        if fits and not (asks and sum(bool(lease.sources) for lease in leases) >= self._most_asked):
             return True
         return all(chunk < lease.chunk for lease in leases) and all(chunk < each for each in self._kept)
 
@@ -132,7 +137,7 @@ class PeerExchange:
     def looks_no_further(self) -> bool:
         """True when so many chunks were set aside that no further ones should be."""
         asked = sum(bool(lease.sources) for lease in self._leases.values())
-        return asked >= MOST_ASKED or sum(map(len, self._aside.values())) >= self._cache.window_slots
+        return asked >= self._most_asked or sum(map(len, self._aside.values())) >= self._cache.window_slots
 
     def take_up(self) -> None:
         """Let one chunk of each kind that was set aside be leased."""
@@ -222,10 +227,11 @@ class PeerExchange:
     def _stays_behind(self, asker: Asker) -> bool:
         """Return whether this node is far behind the asker, and does not catch up."""
         ahead_chunks = (self._queue.share_left - (asker.share_left or 0.0)) * self._needed_chunks
-        if ahead_chunks <= FAR_BEHIND:
-            self._ahead.pop(asker.node_id, None)
+        if ahead_chunks <= self._most_asked:  # so far ahead it does not notice
             return False
-        return self._come - self._ahead.setdefault(asker.node_id, self._come) >= FAR_BEHIND
+        first, last = self._behind or (self._come, self._come)
+        self._behind = (first if self._come - last < PAUSE else self._come), self._come
+        return self._come - self._behind[0] >= CATCH_UP
 
     def take_news(self) -> list[int]:
         """Return the chunks that have come since the last call."""

@@ -116,6 +116,11 @@ class PeerRoutes:
         """True when there is no other node to read from."""
         return len(self._nodes) < 2 and not self._lenders
 
+    @property
+    def hops(self) -> int:
+        """Number of hops from a chunk's home to the last node of its tree, if all nodes need it."""
+        return hops(self._serving)
+
     def sources(self, chunk: int) -> list[PeerSource]:
         """Return the nodes to ask for the chunk, in this order; none: this node reads the store."""
         order, turn, place = self._find(chunk)
@@ -235,6 +240,14 @@ class PeerRoutes:
         turn = order.turn(chunk)
         found = self._found[chunk] = order, turn, order.place(self._own, turn)
         return found
+
+
+def hops(nodes: int) -> int:
+    """Return the number of hops from the first to the last node of a tree of so many nodes."""
+    found, place = 0, nodes - 1
+    while place > 0:
+        found, place = found + 1, (place - 1) // FAN_OUT
+    return found
 
 
 def _groups(nodes: Sequence[NodePeer], node_id: str, tables: SharedTables) -> list[list[NodePeer]]:

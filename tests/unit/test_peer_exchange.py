@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors.node.chunk_flow import ChunkKeys
-from actors.node.peer_exchange import FAR_BEHIND, LONG_LINE, SLOW_S, PeerExchange
+from actors.node.peer_exchange import CATCH_UP, LONG_LINE, PAUSE, SLOW_S, PeerExchange
 from actors.node.peer_routes import PeerRoutes
 from bench.sim_peers import ReplicaTables
 from cluster.messages import Commit, Members, NodePeer
@@ -118,17 +118,18 @@ def test_a_node_is_not_slow_for_ever(node: Node) -> None:
 
 def test_a_node_that_stays_far_behind_says_that_it_is_slow(node: Node) -> None:
     assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING  # it may only have begun later
-    node.get(FAR_BEHIND - 1)
-    assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
+    for _ in range(CATCH_UP - 1):
+        node.get(1)
+        assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
     node.get(1)
     assert node.take(node.to_come(), Asker("node-1")) is NoChunk.COMING
     assert node.take(node.to_come(), HALF_DONE) is NoChunk.TOO_SLOW
 
 
 def test_a_node_that_catches_up_is_waited_for(node: Node) -> None:
-    ahead = Asker("node-1", 1 - (2 * FAR_BEHIND - 1) / CHUNKS)
-    assert node.take(node.to_come(), ahead) is NoChunk.COMING
-    node.get(FAR_BEHIND)
-    assert node.take(node.to_come(), ahead) is NoChunk.COMING
-    node.get(FAR_BEHIND)
+    for _ in range(3):
+        assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
+        node.get(PAUSE)  # and nobody who is far ahead waits
+    assert node.take(node.to_come(), Asker("node-1", 1 - 3 * PAUSE / CHUNKS)) is NoChunk.COMING
+    node.get(CATCH_UP)
     assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING  # the count begins anew
