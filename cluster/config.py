@@ -78,6 +78,7 @@ class Config(BaseModel):
     disk_cache_dir: str = NO_FOLDER  # folder on each node in which verified chunks outlive the cluster
     disk_cache_bytes: int = Field(0, ge=0)  # limit of that folder; 0: half of the free space
     peer_port: int = Field(9465, ge=-1, le=65535)  # where a node serves chunks to other nodes; 0: any, -1: nowhere
+    peer_bytes_per_s: int = Field(0, ge=0)  # limit of what a node sends to others, all together; 0: none
     peer_carrier: PeerCarrier = "http"  # how chunks come from there; "nixl": by RDMA, where both nodes have it
     pin_coordinator_to_head: bool = True
     metrics_port: int = Field(9464, ge=-1, le=65535)  # where Prometheus scrapes the coordinator; 0: any, -1: nowhere

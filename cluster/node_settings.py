@@ -21,7 +21,7 @@ from storage.publishing.signing import TrustedKey, key_id, with_absolute_files
 # Settings of agents, which may differ between nodes. Only agents use the first ones.
 _OF_AGENTS_ALONE = {
     *("arena_bytes", "window_bytes", "cache_idle_s", "slot_bytes", "disk_cache_dir", "disk_cache_bytes"),
-    *("peer_port", "peer_carrier"),
+    *("peer_port", "peer_bytes_per_s", "peer_carrier"),
 }
 _OF_AGENTS = _OF_AGENTS_ALONE | {"host_reserve_bytes", "heartbeat_s", "orphan_after_s", "log_format", "log_level"}
 RAYLET = b"raylet"  # Ray's process on each node, as the kernel names it

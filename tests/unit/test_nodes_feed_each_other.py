@@ -131,6 +131,17 @@ def test_the_store_sends_each_byte_once(nodes_of: Any, layout: str, slots: int):
         )
 
 
+def test_what_a_node_sends_is_limited(nodes_of: Any):
+    limit_bytes_per_s = 400_000
+    nodes = nodes_of(2, (1, 1, 2), 100, peer_bytes_per_s=limit_bytes_per_s)
+    began_s = time.monotonic()
+    reports = nodes.load()
+    took_s = time.monotonic() - began_s
+    sent_bytes = max(report.sent_bytes for report in reports)
+    assert sent_bytes > 0
+    assert took_s > (sent_bytes - CHUNK_BYTES) / limit_bytes_per_s
+
+
 @pytest.mark.parametrize("slots", [8, 1000])
 def test_chunks_without_digests_travel_with_one_that_their_home_made(nodes_of: Any, slots: int):
     nodes = nodes_of(3, (1, 1, 3), slots, digests=False)
