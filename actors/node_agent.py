@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -136,15 +136,14 @@ class PeerShelf:
         came, wanted = threading.Event(), (load_id, chunk)
         while True:
             with self._changed:
-                if came in self._waiting.get(wanted, ()):
-                    self._waiting[wanted].remove(came)
+                self._forget(wanted, came)
                 arena = self._usable()
                 found = self._ledger.take_for_peer(*wanted, self._process, reader, asker, time.monotonic())
                 if not isinstance(found, NoChunk):
                     return self._served(*found, chunk, reader, arena, asker.node_id)
                 left_s = give_up_s - time.monotonic()
-                if found is not NoChunk.COMING or left_s <= 0:
-                    key, size_bytes = self._ledger.on_disk(*wanted)
+                key, size_bytes = (b"", 0) if found is NoChunk.TOO_SLOW else self._ledger.on_disk(*wanted)
+                if key or found is not NoChunk.COMING or left_s <= 0:
                     break
                 came.clear()
                 self._waiting.setdefault(wanted, []).append(came)
@@ -161,9 +160,16 @@ class PeerShelf:
 
         return ServedChunk(file, offset, size_bytes, b"", release)
 
-    def wake(self) -> None:
-        """Let the requests go on whose chunks have come. Call it with the agent's lock."""
-        for wanted in self._ledger.take_news():
+    def _forget(self, wanted: tuple[str, int], came: threading.Event) -> None:
+        waiting = self._waiting.get(wanted, [])
+        if came in waiting:
+            waiting.remove(came)
+            if not waiting:
+                del self._waiting[wanted]
+
+    def wake(self, news: Iterable[tuple[str, int]]) -> None:
+        """Let the requests go on whose (load, chunk) has come. Call it with the agent's lock."""
+        for wanted in news:
             for came in self._waiting.pop(wanted, ()):
                 came.set()
 
@@ -225,6 +231,7 @@ class NodeAgent:
         # Incarnations of the coordinator: the one that answered last, and the one that received the settings.
         self._heard_of = self._told = ""
         self._memory: dict[str, PeakMemory] = {}  # of this process, by load
+        self._newer_members: dict[str, bytes] = {}  # by load; that came before `begin` was done
         self._arena: Arena | None = None
         self._survivors = Survivors("", self._incarnation, restored=False)
         self._threads: list[threading.Thread] = []
@@ -349,6 +356,8 @@ class NodeAgent:
             begun = self._ledger.begin(job, time.monotonic(), tables)
             if begun:
                 self._memory.setdefault(job.load_id, memory)
+                if newer := self._newer_members.pop(job.load_id, b""):
+                    self._ledger.update_members(job.load_id, Members.unpack(newer))
             self._changed.notify_all()
             return begun
 
@@ -356,7 +365,8 @@ class NodeAgent:
         """Take over where the load's nodes serve chunks now: an agent was restarted. `members`: packed."""
         with self._changed:
             self._usable()
-            self._ledger.update_members(load_id, Members.unpack(members))
+            if not self._ledger.update_members(load_id, Members.unpack(members)):
+                self._newer_members[load_id] = members
 
     def slot_holders(self) -> tuple[SlotHolder, ...]:
         """Return the loads that have or want the arena's slots, to explain why a load waits."""
@@ -408,6 +418,7 @@ class NodeAgent:
             if self._arena is None or self._stopped.is_set():
                 return  # nothing is left of it
             self._memory.pop(load_id, None)
+            self._newer_members.pop(load_id, None)
             self._ledger.end(load_id, time.monotonic())
             self._changed.notify_all()
 
@@ -478,8 +489,9 @@ class NodeAgent:
             self._kept.look()
             settled = update.leaving and self._survivors.settles(update.process, update.others)
             orders, others_may_go_on = self._ledger.exchange(update, time.monotonic(), settled=settled)
-            if update.committed and self._shelf is not None:
-                self._shelf.wake()
+            news = self._ledger.take_news() if update.committed else ()
+            if self._shelf is not None:
+                self._shelf.wake(news)
             if others_may_go_on:
                 self._changed.notify_all()
             while orders is None and (left_s := deadline_s - time.monotonic()) > 0:

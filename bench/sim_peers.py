@@ -35,7 +35,7 @@ from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.host.processes import ProcessId
 from storage.peers import PATIENCE_S, READ_TIMEOUT_S, Asker, NoChunk, Peer
 from storage.peers.chunk_server import SENDING, TURN_S, WAIT_S
-from storage.peers.peer_client import AVOID_S, GRACE_S, SHARE, TOO_SLOW
+from storage.peers.peer_client import AVOID_S, Pace
 
 PIECES = 4  # of a chunk
 ON_THE_WAY = 2  # pieces of one transfer that have left and not arrived
@@ -208,7 +208,7 @@ class FeedingNode(SimAgent):
         self._process = ProcessId(number + 1, 2)  # the agent's
         self._numbers = itertools.count(1)
         self._waiting: dict[int, list[Transfer]] = {}  # requests for chunks that are on their way here
-        self._open: set[Transfer] = set()  # requests that were not refused and have not ended
+        self._open: dict[Transfer, None] = {}  # in order: requests that were not refused and have not ended
         self._free_turns = SENDING
         self._in_line: deque[Transfer] = deque()
 
@@ -222,7 +222,7 @@ class FeedingNode(SimAgent):
         """Another node's request is here."""
         if transfer.ended:
             return
-        self._open.add(transfer)
+        self._open[transfer] = None
         if self.is_dead:
             transfer.fetch.rank.wait_in_vain(transfer)
         else:
@@ -236,7 +236,7 @@ class FeedingNode(SimAgent):
         if found is NoChunk.COMING and now_s - transfer.asked_s < WAIT_S:
             self._waiting.setdefault(lease.chunk, []).append(transfer)
         elif isinstance(found, NoChunk):
-            self._open.discard(transfer)
+            self._open.pop(transfer, None)
             transfer.fetch.rank.not_there(transfer, "peer_slow" if found is NoChunk.TOO_SLOW else "peer_without_chunk")
         else:
             transfer.cached = found[1]
@@ -258,6 +258,7 @@ class FeedingNode(SimAgent):
             self.turn_over(transfer)
             return
         transfer.begun_s, transfer.to_send = self.clock.now_s, transfer.fetch.missing
+        transfer.fetch.rank.pace.begin(self.clock.now_s)
         self.up.begin(transfer)
         if transfer.fetch.rank.node.is_dead:
             self.clock.after(PATIENCE_S, lambda: self.over(transfer))
@@ -274,7 +275,7 @@ class FeedingNode(SimAgent):
         """The receiver has everything, or does not go on."""
         if transfer not in self._open:
             return
-        self._open.discard(transfer)
+        self._open.pop(transfer, None)
         transfer.ended = True
         self.turn_over(transfer)
         if self.is_dead or transfer.cached is None:
@@ -324,7 +325,7 @@ class FeedingRank(SimRank):
         self.causes: dict[str, int] = {}  # why other nodes sent no chunk
         self._avoid: dict[int, float] = {}  # node's number -> until when
         self._known: set[int] = set()  # nodes with a connection
-        self._usual_bytes_s = 0.0
+        self.pace = Pace()
 
     def _act(self) -> None:
         if not self.node.is_dead:
@@ -367,8 +368,7 @@ class FeedingRank(SimRank):
             self.fetched_bytes += size_bytes
             commit = Commit(lease.lease_id, lease.chunk, failed_peers=fetch.failed)
         else:
-            rate_bytes_s = size_bytes / (now_s - transfer.begun_s)
-            self._usual_bytes_s += (SHARE if self._usual_bytes_s else 1.0) * (rate_bytes_s - self._usual_bytes_s)
+            self.pace.end(now_s, size_bytes)
             self._known.add(server.number)
             server.over(transfer, received=True)
             commit = Commit(lease.lease_id, lease.chunk, source=PEER_READ, peer=fetch.at, failed_peers=fetch.failed)
@@ -397,6 +397,8 @@ class FeedingRank(SimRank):
     def _failed(self, transfer: Transfer, cause: str) -> None:
         fetch = transfer.fetch
         transfer.ended = True
+        if transfer.begun_s:
+            self.pace.end(self.node.clock.now_s, 0)
         self.causes[cause] = self.causes.get(cause, 0) + 1
         fetch.failed += (fetch.at,) if cause != "peer_without_chunk" else ()
         fetch.at += 1
@@ -414,7 +416,7 @@ class FeedingRank(SimRank):
                 continue
             took_s = now_s - transfer.begun_s
             arrived_bytes = (PIECES - fetch.missing) * fetch.piece_bytes
-            if took_s > GRACE_S and arrived_bytes < took_s * self._usual_bytes_s / TOO_SLOW:
+            if self.pace.is_slow(int(arrived_bytes), took_s):
                 transfer.server.over(transfer)
                 self._failed(transfer, "peer_unavailable")
 

@@ -284,11 +284,13 @@ class NodeLedger:
         """Return the key with which nodes prove that they take part in the load. Empty: it has none here."""
         return next((load.peer_key for load in self._parts(load_id)), b"")
 
-    def update_members(self, load_id: str, members: Members) -> None:
-        """Take over where the load's nodes serve chunks now."""
-        for load in self._parts(load_id):
+    def update_members(self, load_id: str, members: Members) -> bool:
+        """Take over where the load's nodes serve chunks now. Return False if the load is not known here."""
+        parts = self._parts(load_id)
+        for load in parts:
             if load.peers is not None:
                 load.peers.update(members)
+        return bool(parts)
 
     def take_for_peer(
         self, load_id: str, chunk: int, process: ProcessId, reader: str, asker: Asker, now_s: float
@@ -301,7 +303,7 @@ class NodeLedger:
             found = load.peers.take(chunk, process, reader, asker, now_s)
             if not isinstance(found, NoChunk):
                 return load, found
-            why_not = found if why_not is not NoChunk.COMING else why_not
+            why_not = max(why_not, found, key=[NoChunk.MISSING, NoChunk.TOO_SLOW, NoChunk.COMING].index)
         return why_not
 
     def take_news(self) -> list[tuple[str, int]]:

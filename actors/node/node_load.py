@@ -315,6 +315,8 @@ class NodeLoad:
         self._flow.ask(place, update.asks, now_s)
         self._requests.ranks = sum(bool(other.process) and self.awaited(other) for other in self.ranks.values())
         self._requests.note(update.requests, update.throttled, now_s)
+        if self.peers is not None:
+            self.peers.store_ahead.note(update.requests)
         self._flow.note_report(update)
         if update.leaving:
             ended |= self._release_slots(place, now_s)

@@ -1,20 +1,21 @@
-"""What one node of a load reads from the others, and what it keeps for them. Pure.
+"""Keeps one load's account of the chunks that this node reads from other nodes, and sends to them. Pure.
 
     lease on a chunk --- sources --> the nodes that it is to be read from (`actors.node.peer_routes`), or the store
     chunk committed ---- keep -----> pinned in the window until the nodes that read it from here have it
     request of a node -- take -----> held until `given`; or it is on its way, and the node waits
 
 Two limits keep nodes from waiting for each other's slots in a circle. Half of the window is for chunks that others read
-from here, fetched or on their way. Less than half is for others that come from nodes. A chunk that is before all of
-these in the plan's order needs no room. All nodes go by one order. So the first chunk that a node lacks always finds a
-slot, in its home and in all nodes on its ways.
+from here, fetched or on their way. Less than half is for chunks that come from others and that nobody reads from here.
+A chunk that is before all of these in the plan's order needs no room. All nodes go by one order. So the first chunk
+that a node lacks always finds a slot, in its home and in all nodes on its ways. A third limit is for speed: a node asks
+for at most ASKED_PER_HOP chunks at one time, for each hop of the trees.
 
 A chunk waits a few seconds for nodes that have not asked for it. Then they are *late*: nothing is kept for them until
 they ask for something that is still to come.
 
 A node that is far slower than the others says so to those that ask, and they leave it out for a while. It is slow in
-sending when it gets chunks twice as fast as it sends them, though others wait in line. It is slow in receiving when a
-node that waits for it has far more of what it needs, and still has after many chunks have come here.
+sending if it gets chunks from others twice as fast as it sends them, though others wait in line. It is slow in
+receiving if a waiting node is far ahead of it, and still is many chunks later.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Protocol
 
 from actors.node.peer_routes import LEFT_OUT_S, PeerRoutes
 from cluster.messages import Commit, Members, PeerSource
+from cluster.scheduling.concurrency import StoreAhead
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
@@ -38,12 +40,10 @@ from storage.peers import Asker, NoChunk, Peer
 # (a hop), 24 for 16 nodes (3 hops), 48 for 64 and 256 nodes (4 and 5 hops).
 ASKED_PER_HOP = 10
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
-CATCH_UP = (
-    64  # chunks: a node that began late catches up while so many come here, as those that wait for it go on slowly
-)
-PAUSE = 16  # chunks: when so many come without a node that is far ahead and waits, then this one has caught up
+CATCH_UP = 64  # chunks in which a node that began late must catch up
+PAUSE = 16  # after so many chunks without a waiting node that is far ahead, this one has caught up
 SLOW_S = 10.0  # a slow node refuses the others of its load so long
-PRESSED_PATIENCE_S = 1.0  # the same, while other chunks find no room
+PRESSED_PATIENCE_S = 1.0  # instead of PATIENCE_S, while other chunks find no room
 LONG_LINE = 16  # requests for chunks that are here: a node with fewer is not slow
 _ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
 
@@ -100,9 +100,10 @@ class PeerExchange:
         self._news: list[int] = []  # chunks that have come since `take_news`
         self._most_asked = ASKED_PER_HOP * max(1, routes.hops)
         self._needed_chunks = max(1, len(queue.chunks()))
-        self._come = 0  # chunks that were committed
+        self.store_ahead = StoreAhead()
+        self._come = self._received = 0  # chunks that were committed; those of them that other nodes sent
         self._given = 0  # times that another node has read a chunk, or has stopped
-        self._full_at: tuple[int, int] | None = None  # (come, given) when the line of requests became long
+        self._full_at: tuple[int, int] | None = None  # (received, given) when the line of requests became long
         self._behind: tuple[int, int] | None = None  # (first, last) `_come` when a node that was far ahead waited here
         self._slow_until_s = 0.0
 
@@ -135,9 +136,10 @@ class PeerExchange:
 
     @property
     def looks_no_further(self) -> bool:
-        """True when so many chunks were set aside that no further ones should be."""
+        """True when no chunk further ahead is to be leased."""
+        aside = sum(map(len, self._aside.values()))
         asked = sum(bool(lease.sources) for lease in self._leases.values())
-        return asked >= self._most_asked or sum(map(len, self._aside.values())) >= self._cache.window_slots
+        return aside >= self._cache.window_slots or (asked >= self._most_asked and not self.store_ahead.allowed)
 
     def take_up(self) -> None:
         """Let one chunk of each kind that was set aside be leased."""
@@ -158,7 +160,7 @@ class PeerExchange:
 
     @property
     def share_left(self) -> float | None:
-        """Which part of what this node needs is missing, as it tells others; None: it takes from slow nodes too."""
+        """The share of its needs that this node lacks, for other nodes. None: it reads from slow nodes too."""
         return None if self._routes.leaves_out_many else self._queue.share_left
 
     def committed(self, commit: Commit, cached: CachedChunk, now_s: float) -> None:
@@ -174,6 +176,7 @@ class PeerExchange:
             self._routes.leave_out(source, now_s + LEFT_OUT_S)
         if 0 <= commit.peer < len(sources):
             self.received_bytes[sources[commit.peer].peer.host] += cached.length_bytes
+            self._received += 1
         if commit.digest:
             self._digests[commit.chunk] = commit.digest
         askers = self._routes.askers(commit.chunk) - self._late
@@ -207,7 +210,7 @@ class PeerExchange:
             return cached
         if self._queue.state(chunk) not in _ON_THE_WAY or not may_wait:
             return NoChunk.MISSING if cached is None else NoChunk.COMING
-        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._stays_behind(asker):
+        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._stays_behind(asker, chunk):
             self._slow_until_s = now_s + SLOW_S
             return NoChunk.TOO_SLOW
         self._late.discard(node_id)
@@ -219,15 +222,18 @@ class PeerExchange:
         if len(self._reading) < LONG_LINE:
             self._full_at = None
         else:
-            come, given = self._full_at = self._full_at or (self._come, self._given)
-            if self._come - come >= 2 * (self._given - given + LONG_LINE):
+            received, given = self._full_at = self._full_at or (self._received, self._given)
+            if self._received - received >= 2 * (self._given - given + LONG_LINE):
                 self._slow_until_s = now_s + SLOW_S
         return now_s < self._slow_until_s
 
-    def _stays_behind(self, asker: Asker) -> bool:
-        """Return whether this node is far behind the asker, and does not catch up."""
+    def _stays_behind(self, asker: Asker, chunk: int) -> bool:
+        """Return whether this node is far behind the asker, which wants that chunk, and does not catch up.
+
+        Nodes may need different parts of the model. So it counts what they have, and how far away the chunk is.
+        """
         ahead_chunks = (self._queue.share_left - (asker.share_left or 0.0)) * self._needed_chunks
-        if ahead_chunks <= self._most_asked:  # so far ahead it does not notice
+        if min(ahead_chunks, self._queue.fresh_before(chunk)) <= self._most_asked:  # so far ahead it does not notice
             return False
         first, last = self._behind or (self._come, self._come)
         self._behind = (first if self._come - last < PAUSE else self._come), self._come

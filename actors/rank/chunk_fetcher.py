@@ -105,15 +105,16 @@ class ChunkRead:
         before_bytes = self.arrived_bytes
         begun_s, hashed_s = time.monotonic(), self._clock.verify_s
         try:
-            read_pieces(
-                self._store if peer is None else peer,
-                self._shard.key,
-                rest,
-                _after(self._parts, self.arrived_bytes),
-                self._hash,
-                etag=self._shard.etag if peer is None else None,
-                limit=self._limit,
-            )
+            if rest.size_bytes:  # else the last try failed after its last byte
+                read_pieces(
+                    self._store if peer is None else peer,
+                    self._shard.key,
+                    rest,
+                    _after(self._parts, self.arrived_bytes),
+                    self._hash,
+                    etag=self._shard.etag if peer is None else None,
+                    limit=self._limit,
+                )
         except LongshoreError as error:
             self._keep(before_bytes + int(error.details.get("received_bytes", 0)))
             raise
@@ -190,6 +191,16 @@ def spans_of(tables: SharedTables, chunk: int, parts: Sequence[memoryview]) -> t
     for part in parts:
         hasher.update(part)
     return hasher.spans()
+
+
+def _passed_digest(lease: LeaseOrder, parts: Sequence[memoryview]) -> bytes:
+    """Return the digest that other nodes get with a chunk that was here already."""
+    if not lease.pass_digest:
+        return b""
+    hasher = new_hasher(PASSED_HASH)
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
 
 
 def _why_not(error: LongshoreError) -> str:
@@ -285,7 +296,8 @@ class ChunkFetcher:
             begun_s = time.monotonic()
             self._arena.read(lease.read_slot, parts)
             self._copied(parts, begun_s, clock)
-            return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, source=ARENA_READ))
+            commit = Commit(lease.lease_id, lease.chunk, source=ARENA_READ, digest=_passed_digest(lease, parts))
+            return FetchedChunk(lease.lease_id, commit)
         fetched = self._fetch_anew(lease, parts, clock)
         if fetched.commit is None or lease.keep_slot == NO_SLOT or self._arena is None:
             return fetched
@@ -303,7 +315,8 @@ class ChunkFetcher:
         disk = self._from_disk(lease, parts, clock)
         if disk == DISK_READ:
             spans = spans_of(self._tables, lease.chunk, parts)
-            return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, spans, disk))
+            commit = Commit(lease.lease_id, lease.chunk, spans, disk, digest=_passed_digest(lease, parts))
+            return FetchedChunk(lease.lease_id, commit)
         with self._limits.begin(give_up_s) as limit:
             self._running[lease.lease_id] = lease.chunk, limit
             try:
@@ -376,6 +389,7 @@ class ChunkFetcher:
                 )
                 if at == len(sources):
                     self.turned_to_store(lease.lease_id)
+                    self.pause(cause, 0.0, read.arrived_bytes > 0)  # until a request to the store may begin
                 continue
             in_vain += read.arrived_bytes <= before_bytes
             cause = cause_of(error)

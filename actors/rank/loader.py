@@ -72,7 +72,6 @@ class RankWork:
     def _turned_to_store(self, lease_id: str) -> None:
         with self._fetch:
             self.state.turns_to_store(lease_id, time.monotonic())
-            self._fetch.notify()  # a place for another node's chunk is free
 
     def _pause(self, cause: str, delay_s: float, arrived: bool = False) -> None:
         """Return when the calling thread may try again, or is to stop. `arrived`: a part of the chunk is there."""

@@ -41,6 +41,11 @@ CHANGED = 0.5  # a window below this fraction of its level's mean, or above the 
 FULL_GAIN = 0.7  # if a step brings this fraction of the ideal gain, the next step is a doubling
 REST_WINDOWS = 8  # windows before neighbours are measured again; doubles up to MOST_REST_WINDOWS
 MOST_REST_WINDOWS = 64
+TRIAL_REQUESTS = 8  # of `StoreAhead`: with which it decides
+FIRST_TRIAL = 32  # requests before it; 8 times as many before the next one, each time that nothing was won
+MOST_TRIAL_REST = 4096
+SAME_RATE = 0.7  # a request that keeps this part of its rate does not share a link with more of them
+NEWEST_SHARE = 0.25  # of the newest request in a mean
 COOL_DOWN_S = 1.0  # throttled answers within this time of a halving belong to the same burst
 BAR_S = 5.0  # a throttled level is not tried again for this time; doubles up to MOST_BAR_S
 MOST_BAR_S = 120.0
@@ -191,6 +196,38 @@ class RequestLimit:
 
 RECENT = 64  # successful fetches that the median is taken from
 ENOUGH = 4  # with fewer fetches there is no median
+
+
+class StoreAhead:
+    """Finds out whether nodes that feed each other should read the store further ahead than they ask each other.
+
+    If each request to the store is as fast with more of them, then more bring more: the store limits each connection.
+    If they become slower, they share a link, and the first chunks, which all nodes wait for, come late. So it is tried.
+    """
+
+    def __init__(self) -> None:
+        self.allowed = False
+        self._rates = {False: 0.0, True: 0.0}  # bytes/s of one request without and with it; 0.0: not measured
+        self._left = self._rest = FIRST_TRIAL  # requests until the next decision
+
+    def note(self, requests: Iterable[tuple[int, float, float]]) -> None:
+        """Record requests that a rank reports (see RankUpdate)."""
+        for size_bytes, took_s, _ in requests:
+            self._left -= 1
+            if self.allowed and self._left >= TRIAL_REQUESTS // 2:
+                continue  # it began before
+            rate, before = size_bytes / max(took_s, 1e-6), self._rates[self.allowed]
+            self._rates[self.allowed] = rate if not before else before + NEWEST_SHARE * (rate - before)
+            if self._left <= 0:
+                self._decide()
+
+    def _decide(self) -> None:
+        slower = self._rates[True] < SAME_RATE * self._rates[False]
+        if self.allowed and slower:
+            self.allowed, self._rest = False, min(8 * self._rest, MOST_TRIAL_REST)
+        elif not self.allowed:
+            self.allowed, self._rates[True] = True, 0.0
+        self._left = TRIAL_REQUESTS if self.allowed else self._rest
 
 
 class Hedges:

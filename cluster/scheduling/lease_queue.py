@@ -257,6 +257,10 @@ class LeaseQueue:
         """Return whether a rank of the node touches the chunk."""
         return chunk in self._position
 
+    def fresh_before(self, chunk: int) -> int:
+        """Return about how many chunks are before this one, in plan order, that no rank has begun to fetch."""
+        return max(0, self._position[chunk] - self._fresh[0]) if self._fresh else 0
+
     def state(self, chunk: int) -> ChunkState:
         """Return the state of the chunk. Raises KeyError for a chunk that no rank of the node touches."""
         return self._state[self._position[chunk]]

@@ -118,7 +118,7 @@ def cause_of(error: LongshoreError) -> str:
 
 def asks_for_fewer_requests(cause: str) -> bool:
     """Return whether a failure by this cause is a store's request to send fewer requests at once."""
-    return RETRIES[cause].fewer_requests
+    return cause in RETRIES and RETRIES[cause].fewer_requests
 
 
 def decide(cause: str, failures: int, fraction: float, *, budgets: Mapping[str, Budget] = RETRIES) -> Retry | Fail:

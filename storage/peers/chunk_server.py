@@ -62,8 +62,8 @@ _LOG = logging.getLogger("longshore.peers")
 IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs for a shorter time
 SENDING = 8  # connections that send at one time: with fewer, slow receivers keep the link from others
 WAIT_S = 20.0  # longest wait for a chunk that is on its way to this node
-TURN_S = 2.0  # longest wait for a turn: a receiver that has stopped must not keep the others waiting
-PIECE_BYTES = 1 << 20  # between two looks at the rate
+TURN_S = 20.0  # longest wait for a turn: receivers that have stopped must not keep the others waiting
+PIECE_BYTES = 1 << 20  # between two looks at the rate; less where the rate is low
 PROGRESS_MS = 1  # between two calls of NIXL while a receiver READs
 _PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
 _LEFT = re.compile(r"[01]\.\d{1,9}")
@@ -102,6 +102,8 @@ class Rate:
     def __init__(self, bytes_per_s: float) -> None:
         """`bytes_per_s`: 0 for no limit."""
         self._bytes_per_s = bytes_per_s
+        # All that send at one time get their pieces within a second: receivers give up who is silent.
+        self.piece_bytes = max(4096, min(PIECE_BYTES, int(bytes_per_s / SENDING))) if bytes_per_s else PIECE_BYTES
         self._free_s = 0.0  # when all bytes so far have had their time
         self._lock = threading.Lock()
 
@@ -121,7 +123,7 @@ class Turns:
     """Lets a few threads at a time do something, in the order in which they came. Thread-safe."""
 
     def __init__(self, most: int, patience_s: float) -> None:
-        """`patience_s`: a thread that waited so long goes on, whatever the others do."""
+        """`patience_s`: a thread that waited so long goes on beside the others."""
         self._free = most
         self._patience_s = patience_s
         self._waiting: deque[threading.Event] = deque()
@@ -130,10 +132,10 @@ class Turns:
     @contextlib.contextmanager
     def turn(self, still_there: Callable[[], object]) -> Iterator[None]:
         """Wait for a turn, and have it. `still_there` is called every `ALIVE_S` before. It may raise."""
-        turn, waits = threading.Event(), True
+        turn = threading.Event()
         with self._lock:
-            self._free -= 1
-            if self._free >= 0:
+            if self._free:
+                self._free -= 1
                 turn.set()
             else:
                 self._waiting.append(turn)
@@ -141,17 +143,19 @@ class Turns:
         try:
             while not turn.wait(min(ALIVE_S, left_s := give_up_s - time.monotonic())) and left_s > ALIVE_S:
                 still_there()
-            with self._lock, contextlib.suppress(ValueError):  # ValueError: its turn has come
-                waits = False
-                self._waiting.remove(turn)
+            self._leave_line(turn)
             yield
         finally:
+            self._leave_line(turn)
             with self._lock:
-                self._free += 1
-                if waits and turn in self._waiting:
-                    self._waiting.remove(turn)
-                elif self._waiting:
+                if turn.is_set() and self._waiting:
                     self._waiting.popleft().set()
+                elif turn.is_set():
+                    self._free += 1
+
+    def _leave_line(self, turn: threading.Event) -> None:
+        with self._lock, contextlib.suppress(ValueError):  # ValueError: its turn has come
+            self._waiting.remove(turn)
 
 
 class ChunkServer:
@@ -219,7 +223,7 @@ class ChunkServer:
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
-    block_on_close = True
+    block_on_close = False  # it does not wait for daemon threads: see `end`
     request_queue_size = 1024
 
     def __init__(
@@ -234,6 +238,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.turns = Turns(SENDING, TURN_S)
         self.most_connections = most_connections
         self.open: set[socket.socket] = set()
+        self._handlers: set[threading.Thread] = set()
         self.sent_bytes = 0
         self.lock = threading.Lock()
         self._ended = False
@@ -261,6 +266,13 @@ class _Server(socketserver.ThreadingTCPServer):
         except RuntimeError:  # no further thread can start now
             self.shutdown_request(request)
 
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        self._handlers.add(threading.current_thread())
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._handlers.discard(threading.current_thread())
+
     def shutdown_request(self, request: Any) -> None:
         with self.lock:
             self.open.discard(request)
@@ -281,6 +293,8 @@ class _Server(socketserver.ThreadingTCPServer):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self.server_close()
+        for handler in list(self._handlers):
+            handler.join(self.patience_s)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -399,7 +413,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(None)
         at, end = chunk.offset + wanted.start, chunk.offset + wanted.end
         while at < end:
-            size_bytes = min(PIECE_BYTES, end - at)
+            size_bytes = min(self.server.rate.piece_bytes, end - at)
             self.server.rate.wait_for(size_bytes)
             while size_bytes:
                 sent_bytes = os.sendfile(self.connection.fileno(), chunk.descriptor, at, size_bytes)

@@ -14,6 +14,7 @@ import http.client
 import itertools
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,6 @@ from storage.peers import (
 )
 from storage.peers.nixl_carrier import MOST_METADATA_BYTES, NixlFailed, NixlReader, Place
 from storage.stores.http_get import (
-    SLOWEST_BYTES_PER_S,
     IdleConnections,
     Received,
     open_socket,
@@ -56,9 +56,9 @@ _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_SIZES[PASSED_HASH]}}}")
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 _READ_S = PATIENCE_S - 2.0  # for a range by NIXL, well before the peer gives its hold up
-TOO_SLOW = 6.0  # times slower than peers usually are
+TOO_SLOW = 6.0  # times slower than this node's other bodies
 GRACE_S = 2.0  # before anybody is called slow
-SHARE = 0.1  # of the newest chunk in what is usual
+_REMEMBERS_S = 10.0  # of receiving
 
 
 class _Connection:
@@ -68,6 +68,47 @@ class _Connection:
 
     def close(self) -> None:
         self.http.close()
+
+
+class Pace:
+    """How fast bodies come to this node, so that one which is far slower than the others is noticed. Thread-safe.
+
+    All that come at one time share the node's link. So each is expected to get its share of what comes in all.
+    """
+
+    def __init__(self) -> None:
+        self._bodies = 0  # that come now
+        self._bytes = self._busy_s = 0.0  # of bodies that have come; time with at least one. Both fade.
+        self._since_s = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self, now_s: float) -> None:
+        """A body begins to come."""
+        with self._lock:
+            self._look(now_s)
+            self._bodies += 1
+
+    def end(self, now_s: float, size_bytes: int) -> None:
+        """A body has ended. `size_bytes`: what came of it."""
+        with self._lock:
+            self._look(now_s)
+            self._bodies -= 1
+            self._bytes += size_bytes
+            if self._busy_s > _REMEMBERS_S:
+                self._bytes, self._busy_s = self._bytes / 2, self._busy_s / 2
+
+    def is_slow(self, came_bytes: int, took_s: float) -> bool:
+        """Return whether a body of which so much came in that time is far slower than the others."""
+        if took_s <= GRACE_S:
+            return False
+        with self._lock:
+            expected_bytes_per_s = self._bytes / max(self._busy_s, took_s) / max(1, self._bodies)
+        return came_bytes < took_s * expected_bytes_per_s / TOO_SLOW
+
+    def _look(self, now_s: float) -> None:
+        if self._bodies:
+            self._busy_s += now_s - self._since_s
+        self._since_s = now_s
 
 
 class PeerClient:
@@ -95,7 +136,7 @@ class PeerClient:
         self._idle: IdleConnections[_Connection] = IdleConnections(MAX_IDLE)
         self._avoid: dict[Peer, float] = {}  # peer -> until when
         self._receive_buffer_bytes = usable_receive_buffer_bytes()
-        self._usual_bytes_per_s = 0.0  # of a chunk's bytes, once they come; 0: not known yet
+        self._pace = Pace()
 
     def read(
         self,
@@ -182,19 +223,13 @@ class PeerClient:
             length = response.getheader("Content-Length", "")
             if length != str(byte_range.size_bytes) or response.getheader("Transfer-Encoding"):
                 raise RangeMismatch("a node sends another range than was asked for", **where)
-            begun_s = time.monotonic()
-            slowest_bytes_per_s = max(SLOWEST_BYTES_PER_S, self._usual_bytes_per_s / TOO_SLOW)
-            receive(
-                connection.sock,
-                response,
-                pieces,
-                self._read_timeout_s,
-                received,
-                where,
-                slowest_bytes_per_s=slowest_bytes_per_s,
-                grace_s=GRACE_S,
-            )
-            self._took(byte_range.size_bytes, time.monotonic() - begun_s)
+            before_bytes = received.bytes
+            self._pace.begin(time.monotonic())
+            try:
+                about = self._read_timeout_s, received, where
+                receive(connection.sock, response, pieces, *about, is_slow=self._pace.is_slow)
+            finally:
+                self._pace.end(time.monotonic(), received.bytes - before_bytes)
             keep = self._acknowledge(connection)
             return None
         finally:
@@ -210,11 +245,6 @@ class PeerClient:
             connection.sock.sendall(b"\r\n")
             return True
         return False
-
-    def _took(self, size_bytes: int, seconds: float) -> None:
-        rate_bytes_per_s = size_bytes / max(seconds, 1e-6)
-        usual = self._usual_bytes_per_s or rate_bytes_per_s
-        self._usual_bytes_per_s = usual + SHARE * (rate_bytes_per_s - usual)
 
     def _request(
         self, peer: Peer, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit, *, by_nixl: bool

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -163,25 +163,30 @@ def receive(
     received: Received,
     where: dict[str, Any],
     *,
-    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S,
-    grace_s: float | None = None,
+    is_slow: Callable[[int, float], bool] = lambda received_bytes, took_s: False,
 ) -> None:
     """Fill the pieces in order from the body, whose length was checked to be theirs.
 
-    `sock` is the socket of the answer. A body that is slower than `slowest_bytes_per_s` after `grace_s` is given up;
-    without a `grace_s` that is `timeout_s`. Raises ShortRead, StoreUnavailable for a body that is too slow,
-    TimeoutError for one that stalls, and OSError. `received` is correct after each of them.
+    `sock` is the socket of the answer. Reading ends if the body is slower than SLOWEST_BYTES_PER_S after `timeout_s`,
+    or if it `is_slow`: called with the bytes that have come and the seconds that they took, while more are to come.
+    Raises ShortRead, StoreUnavailable for a body that is too slow, TimeoutError for one that stalls, and OSError.
+    `received` is correct after each of them.
     """
     body = response.fp
     plain = not isinstance(sock, ssl.SSLSocket)
     started_s, before_bytes = time.monotonic(), received.bytes
-    grace_s = timeout_s if grace_s is None else grace_s
     ahead = len(body.peek())  # bytes of the body that were buffered with the head come first
     if plain:
         sock.settimeout(None)
     for piece in pieces:
         rest = piece
         while rest:
+            took_s, came_bytes = time.monotonic() - started_s, received.bytes - before_bytes
+            stuck = took_s > timeout_s and came_bytes < took_s * SLOWEST_BYTES_PER_S
+            if stuck or is_slow(came_bytes, took_s):
+                raise StoreUnavailable(
+                    "the answer comes too slowly", cause="TimeoutError", received_bytes=received.bytes, **where
+                )
             if ahead:
                 count = body.readinto1(rest[:ahead])
                 ahead -= count
@@ -192,11 +197,6 @@ def receive(
                 raise ShortRead("the answer ended early", received_bytes=received.bytes, **where)
             received.bytes += count
             rest = rest[count:]
-            took_s = time.monotonic() - started_s
-            if took_s > grace_s and received.bytes - before_bytes < took_s * slowest_bytes_per_s:
-                raise StoreUnavailable(
-                    "the answer comes too slowly", cause="TimeoutError", received_bytes=received.bytes, **where
-                )
     if plain:
         sock.settimeout(timeout_s)
     # Tells http.client that the body has ended. Without it the connection would refuse the next request.

@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from storage.errors import IntegrityError, ObjectChanged, ObjectNotFound, RangeM
 from storage.store_ref import Credentials, StoreRef
 from storage.stores.local import LocalStore
 from storage.stores.object_store import PIECE_BYTES, ByteRange, MemoryStore, ObjectStore
+from storage.stores.requests import ReadLimit
 from storage.stores.s3.store import S3Store
 from tests.support.faulty_stores import FailingStore
 from tests.support.node_simulation import NO_TENSORS
@@ -196,6 +197,38 @@ def test_received_bytes_are_not_requested_again(points: set[int], splits: list[i
             assert asked.start == reached
             reached += min(count, asked.size_bytes - 1)
         assert sum(result.retries.values()) == len(server.asked) - 1
+
+
+class FailsAfterTheLastByte(MemoryStore):
+    """The first read of it fails when all has come."""
+
+    reads = 0
+
+    def read_pieces(
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
+    ) -> str | None:
+        self.reads += 1
+        at = byte_range.start
+        for piece in pieces:
+            piece[:] = DATA[at : at + len(piece)]
+            at += len(piece)
+        if self.reads == 1:
+            raise StoreUnavailable("too late", received_bytes=byte_range.size_bytes)
+        return etag
+
+
+def test_a_read_that_fails_after_the_last_byte_asks_for_nothing_more() -> None:
+    store = FailsAfterTheLastByte({"model": DATA})
+    result, memory, _ = fetch(store, tables())
+    assert result.commit is not None, result
+    assert memory == DATA[CHUNK.start : CHUNK.end]
+    assert store.reads == 1
 
 
 def test_a_server_that_sends_nothing_uses_up_the_attempts() -> None:

@@ -15,7 +15,7 @@ import pytest
 from storage.errors import PeerUnavailable, ReadEnded, StoreError
 from storage.peers import Asker, NoChunk, Peer, chunk_path, chunk_server, peer_client
 from storage.peers.chunk_server import ChunkServer, ServedChunk, Turns
-from storage.peers.peer_client import MAX_IDLE, PeerClient
+from storage.peers.peer_client import GRACE_S, MAX_IDLE, Pace, PeerClient
 from storage.stores.object_store import ByteRange, cut
 from storage.stores.requests import ReadLimit
 from tests.support.ray_clusters import eventually
@@ -210,6 +210,7 @@ def test_nobody_waits_for_ever_for_a_receiver_that_has_stopped():
         assert not turns._waiting
     with turns.turn(lambda: None):
         assert turns._free == 0
+    assert turns._free == 1  # who went on without a turn gave none back
 
 
 def test_who_leaves_the_line_takes_no_turn_from_others():
@@ -232,15 +233,46 @@ def test_a_node_that_is_far_slower_than_others_is_given_up(
     monkeypatch.setattr(peer_client, "GRACE_S", 0.2)
     for _ in range(3):
         read(client, peer_of(server))
-    usual_bytes_per_s = client._usual_bytes_per_s
-    slow = ChunkServer(shelf, "127.0.0.1", 0, rate_bytes_per_s=CHUNK_BYTES)  # a second for each chunk
+    slow = ChunkServer(shelf, "127.0.0.1", 0, rate_bytes_per_s=CHUNK_BYTES / 5)
+    ended, others = threading.Event(), []
+
+    def read_others() -> None:
+        while not ended.is_set():
+            others.append(read(client, peer_of(server)) == shelf.data)
+
+    thread = threading.Thread(target=read_others)
+    thread.start()
     try:
         with pytest.raises(PeerUnavailable, match="did not send") as caught:
             read(client, peer_of(slow))
         assert 0 < caught.value.details["received_bytes"] < CHUNK_BYTES
-        assert client._usual_bytes_per_s == usual_bytes_per_s
     finally:
+        ended.set()
+        thread.join()
         slow.close()
+    assert all(others)
+
+
+def test_what_is_slow_depends_on_how_many_share_the_link():
+    pace = Pace()
+    for _ in range(10):  # so far, one chunk of 10 MB a second comes at a time
+        pace.begin(0.0)
+        pace._since_s = 0.0
+        pace.end(1.0, 10_000_000)
+    pace.begin(1.0)
+    assert not pace.is_slow(0, GRACE_S)
+    assert not pace.is_slow(3 * 2_000_000, 3.0)
+    assert pace.is_slow(3 * 1_500_000, 3.0)
+    for _ in range(9):
+        pace.begin(1.0)
+    assert not pace.is_slow(3 * 200_000, 3.0)  # a tenth is enough now
+    assert pace.is_slow(3 * 150_000, 3.0)
+
+
+def test_bodies_of_a_slow_link_are_not_slow():
+    pace = Pace()
+    pace.begin(0.0)
+    assert not pace.is_slow(1000, 100.0)  # it is all that comes
 
 
 def test_a_receiver_that_says_nothing_loses_its_hold(server: ChunkServer, shelf: Shelf):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.scheduling.concurrency import COOL_DOWN_S, LEVELS, RequestLimit
+from cluster.scheduling.concurrency import COOL_DOWN_S, FIRST_TRIAL, LEVELS, TRIAL_REQUESTS, RequestLimit, StoreAhead
 
 pytestmark = pytest.mark.slow
 
@@ -194,3 +194,27 @@ def test_the_limit_follows_a_change_of_the_network():
     link.limits.clear()
     link.run(control, 9000)
     assert link.settled() >= 10
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a limit of each connection", "a link that all share"])
+def test_the_store_is_read_further_ahead_if_each_request_stays_as_fast(*, shared: bool):
+    ahead, allowed = StoreAhead(), []
+    for _ in range(5000):
+        took_s = 0.1 * (3 if ahead.allowed and shared else 1)
+        ahead.note([(1 << 20, took_s, 0.0)])
+        allowed.append(ahead.allowed)
+    assert not any(allowed[: FIRST_TRIAL - 1])
+    assert allowed[FIRST_TRIAL - 1]
+    if shared:
+        assert sum(allowed) < 4 * TRIAL_REQUESTS  # it is tried less and less often
+        assert not allowed[-1]
+    else:
+        assert all(allowed[FIRST_TRIAL:])
+
+
+def test_reading_ahead_ends_when_the_link_becomes_full():
+    ahead = StoreAhead()
+    ahead.note([(1 << 20, 0.1, 0.0)] * (FIRST_TRIAL + 3 * TRIAL_REQUESTS))
+    assert ahead.allowed
+    ahead.note([(1 << 20, 0.5, 0.0)] * 3 * TRIAL_REQUESTS)
+    assert not ahead.allowed

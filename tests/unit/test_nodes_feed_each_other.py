@@ -306,14 +306,19 @@ def test_two_loads_at_one_time_read_the_store_once(nodes_of: Any, tmp_path: Path
     assert nodes.store.read_bytes == touched_bytes(nodes.plan)
 
 
-def test_others_are_told_where_a_restarted_agent_serves(nodes_of: Any):
+@pytest.mark.parametrize("early", [False, True], ids=["after the begin", "before its end"])
+def test_others_are_told_where_a_restarted_agent_serves(nodes_of: Any, *, early: bool):
     nodes = nodes_of(2, (1, 1, 2), 100)
+    agent, newer = nodes.nodes[0].agent, nodes.members.pack()
     nodes.others[1] = Peer("127.0.0.1", nodes.nodes[1].agent.facts().peer.port, "an earlier one")
     members = nodes.members
+    if early:
+        agent.update_members("llama", newer)
     for at, node in enumerate(nodes.nodes):
         node.begin(nodes.plan, "llama", nodes.ranks_of[at], members=members)
     nodes.others.clear()
-    nodes.nodes[0].agent.update_members("llama", nodes.members.pack())
+    if not early:
+        agent.update_members("llama", newer)
     first, second = nodes.load()
     assert not first.retries
     assert nodes.store.read_bytes == touched_bytes(nodes.plan)
