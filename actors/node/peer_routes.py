@@ -1,4 +1,4 @@
-"""Which node of a load reads a chunk from which other node. Pure.
+"""Decides from which other node a node of a load reads a chunk. Pure.
 
 The nodes that need a chunk form a tree. Every node computes the same trees from the same list of nodes, so nobody has
 to say them:

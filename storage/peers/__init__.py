@@ -21,10 +21,10 @@ DIGEST_HEADER = "X-Longshore-Digest"  # of a chunk without a published one, in h
 PASSED_HASH = "xxh3_128"  # its algorithm: it is for accidents, since nodes of a load trust each other
 ASKER_HEADER = "X-Longshore-Asker"  # id of the node that asks
 LEFT_HEADER = "X-Longshore-Left"  # `Asker.share_left`, 0.0 to 1.0
-CARRIER_HEADER = "X-Longshore-Carrier"  # "nixl": who asks can READ by NIXL
-PLACE_HEADER = "X-Longshore-Place"  # address of the range, for a READ
+CARRIER_HEADER = "X-Longshore-Carrier"  # "nixl": the receiver can use NIXL
+PLACE_HEADER = "X-Longshore-Place"  # address of the range, for NIXL
 ALIVE_S = 1.0  # a node says so often that it is alive, while the other waits for a chunk that is to come
-READ_TIMEOUT_S = 4.0  # a node that says nothing for this long is given up
+READ_TIMEOUT_S = 4.0  # a node that says nothing for this long is left out
 PATIENCE_S = 10.0  # a receiver that takes no byte, or does not say that it has all, loses its hold after this
 
 
@@ -49,7 +49,7 @@ class Asker:
 
 
 class NoChunk(enum.Enum):
-    """Why a node does not send a chunk now. The value is the status of its answer."""
+    """Reason why a node does not send a chunk now. The value is the status of its answer."""
 
     MISSING = 404  # it is not here, and does not come
     COMING = 100  # it is on its way to this node: the other waits

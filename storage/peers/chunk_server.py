@@ -2,9 +2,9 @@
 
     GET /chunks/<load>/<chunk>     Range: bytes=0-8388607     Authorization: Longshore <proof>
         --> 206, and the bytes by sendfile; the chunk's slot stays held until the receiver sends an empty line
-        --> 200, to X-Longshore-Carrier: nixl: no bytes, but where they are, for a READ by NIXL (`nixl_carrier`)
+        --> 200, to X-Longshore-Carrier: nixl: no bytes, but where NIXL can read them (`nixl_carrier`)
         --> 100 every second, while the chunk is on its way to this node or others are sent theirs before
-    --> 404: not here; 410: another incarnation of this node is meant; 503: this node is too slow, and to be left out
+        --> 404: not here; 410: another incarnation of this node is meant; 503: this node is too slow: leave it out
         --> 401 with a nonce: the first request of each connection is refused so, and proofs are made with its nonce
 
 One thread serves one connection. A few send at a time, in the order in which they have something to send: a receiver
