@@ -56,8 +56,8 @@ _NONCE = re.compile(REALM + r' nonce="([0-9a-f]{8,64})"')
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_SIZES[PASSED_HASH]}}}")
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}")
 _READ_S = PATIENCE_S - 2.0  # for a range by NIXL, well before the peer gives its hold up
-TOO_SLOW = 6.0  # times slower than this node's other bodies
-GRACE_S = 2.0  # before anybody is called slow
+TOO_SLOW = 24.0  # times slower than this node's other bodies: a healthy peer may send 8 at one time, not quite evenly
+GRACE_S = 4.0  # before anybody is called slow
 _REMEMBERS_S = 10.0  # of receiving
 
 

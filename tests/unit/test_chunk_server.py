@@ -233,7 +233,7 @@ def test_a_node_that_is_far_slower_than_others_is_given_up(
     monkeypatch.setattr(peer_client, "GRACE_S", 0.2)
     for _ in range(3):
         read(client, peer_of(server))
-    slow = ChunkServer(shelf, "127.0.0.1", 0, rate_bytes_per_s=CHUNK_BYTES / 5)
+    slow = ChunkServer(shelf, "127.0.0.1", 0, rate_bytes_per_s=CHUNK_BYTES / 50)
     ended, others = threading.Event(), []
 
     def read_others() -> None:
@@ -261,12 +261,12 @@ def test_what_is_slow_depends_on_how_many_share_the_link():
         pace.end(1.0, 10_000_000)
     pace.begin(1.0)
     assert not pace.is_slow(0, GRACE_S)
-    assert not pace.is_slow(3 * 2_000_000, 3.0)
-    assert pace.is_slow(3 * 1_500_000, 3.0)
+    assert not pace.is_slow(5 * 430_000, 5.0)
+    assert pace.is_slow(5 * 400_000, 5.0)
     for _ in range(9):
         pace.begin(1.0)
-    assert not pace.is_slow(3 * 200_000, 3.0)  # a tenth is enough now
-    assert pace.is_slow(3 * 150_000, 3.0)
+    assert not pace.is_slow(5 * 43_000, 5.0)  # a tenth is enough now
+    assert pace.is_slow(5 * 40_000, 5.0)
 
 
 def test_bodies_of_a_slow_link_are_not_slow():
