@@ -104,19 +104,22 @@ def plain_socket(path: Path, chunk_bytes: int) -> Iterator[tuple[list[psutil.Pro
 @contextmanager
 def nginx(path: Path, chunk_bytes: int) -> Iterator[tuple[list[psutil.Process], Read]]:
     """nginx with sendfile, and a client of the standard library that receives into its memory."""
-    state = path.parent / "nginx"
-    with RangeServer(path.parent, state) as server:
+    state = path.parent.parent / "nginx"
+    with RangeServer(path.parent.parent, state) as server:
         master = psutil.Process(int((state / "nginx.pid").read_text()))
         url = urlsplit(server.endpoint)
         connection = http.client.HTTPConnection(str(url.hostname), url.port)
 
         def read(chunk: int, memory: memoryview) -> None:
             at = chunk * chunk_bytes
-            connection.request("GET", f"/{path.name}", headers={"Range": f"bytes={at}-{at + chunk_bytes - 1}"})
+            where = f"/{path.parent.name}/{path.name}"
+            connection.request("GET", where, headers={"Range": f"bytes={at}-{at + chunk_bytes - 1}"})
             response = connection.getresponse()
             got = 0
-            while got < chunk_bytes:
-                got += response.readinto(memory[got:])
+            while count := response.readinto(memory[got:]):
+                got += count
+            if got < chunk_bytes:
+                raise NoRangeServer(f"it answered {response.status} with {got} bytes")
             response.read()
 
         yield [master, *master.children()], read
@@ -159,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CONTENDERS}
     with run_folder(Path("/dev/shm"), "longshore-bench-") as folder:
-        path = folder / "chunks"
+        path = folder / "bucket" / "chunks"
+        path.parent.mkdir()
         path.write_bytes(os.urandom(CHUNKS * options.chunk))
         try:
             for number in range(options.rounds):

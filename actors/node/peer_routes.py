@@ -38,7 +38,7 @@ FAN_OUT = 3
 MOST_SOURCES = 3  # nodes that are asked for one chunk, before it comes from the store
 MOST_LEFT_OUT = 16  # of the nodes that are left out, so many are reported
 LEFT_OUT_S = 30.0  # a node that does not answer is asked again after this time
-# Work of one node to find out what the others need: chunks times ranks with different parts; 10^8 take about 10 s. With
+# Work of one node to find out what the others need: chunks times ranks with different parts; 10^8 take 10 to 20 s. With
 # more, as where 1,024 nodes share out a model of 1T parameters, nodes form blocks, and each block reads the store once.
 MOST_NEEDS = 100_000_000
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio

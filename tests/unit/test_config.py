@@ -25,6 +25,7 @@ def test_impossible_times_are_refused(name: str, value: str) -> None:
         "idle_agent_s",
         "access_grace_s",
         "cache_idle_s",
+        "peer_bytes_per_s",
     )
     if name in may_be_off and value == "0":
         assert getattr(Config.from_env({f"LONGSHORE_{name.upper()}": value}), name) == 0  # off, or Ray's
