@@ -21,6 +21,7 @@ receiving if a waiting node is far ahead of it, and still is many chunks later.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ CATCH_UP = 64  # chunks in which a node that began late must catch up
 PAUSE = 16  # after so many chunks without a waiting node that is far ahead, this one has caught up
 SLOW_S = 10.0  # a slow node refuses the others of its load so long
 PRESSED_PATIENCE_S = 1.0  # instead of PATIENCE_S, while other chunks find no room
+MOST_PATIENCE_S = 20.0  # as long as nodes wait for each other (`storage.peers.chunk_server`)
+PATIENT_FOR = 3  # but not less than so many times as the chunks that nodes ask for need to come: links may be slow
 LONG_LINE = 16  # requests for chunks that are here: a node with fewer is not slow
 _ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
 
@@ -102,6 +105,8 @@ class PeerExchange:
         self._needed_chunks = max(1, len(queue.chunks()))
         self.store_ahead = StoreAhead()
         self._come = self._received = 0  # chunks that were committed; those of them that other nodes sent
+        self._chunk_s = 0.0  # mean time from one chunk to the next, while there is room
+        self._come_s = math.inf  # when the last one came
         self._given = 0  # times that another node has read a chunk, or has stopped
         self._full_at: tuple[int, int] | None = None  # (received, given) when the line of requests became long
         self._behind: tuple[int, int] | None = None  # (first, last) `_come` when a node that was far ahead waited here
@@ -170,6 +175,9 @@ class PeerExchange:
         """
         self._news.append(commit.chunk)
         self._come += 1
+        if not self._aside[True]:  # else it may have waited for other nodes
+            self._chunk_s += (max(0.0, now_s - self._come_s) - self._chunk_s) / min(self._come, 16)
+        self._come_s = now_s
         lease = self._leases.pop(commit.lease_id, None)
         sources = () if lease is None else lease.sources
         for source in (sources[at] for at in commit.failed_peers if at < len(sources)):
@@ -268,6 +276,7 @@ class PeerExchange:
         """Let go of chunks for which other nodes did not come in time. Return whether there were any."""
         self._routes.forget(now_s)
         patience_s = PRESSED_PATIENCE_S if self._aside[True] else PATIENCE_S
+        patience_s = max(patience_s, min(PATIENT_FOR * self._most_asked * self._chunk_s, MOST_PATIENCE_S))
         for who, seen_s in list(self._asking.items()):
             if now_s - seen_s > PATIENCE_S:
                 del self._asking[who]
