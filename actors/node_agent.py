@@ -289,9 +289,12 @@ class NodeAgent:
         try:
             self._served_disk = DiskReader(self._disk.path) if self._disk.path else None
             shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation, self._served_disk)
-            rate_bytes_per_s = self._config.peer_bytes_per_s
             self._chunk_server = ChunkServer(
-                shelf, host, port, rate_bytes_per_s=rate_bytes_per_s, window=self._registered_window()
+                shelf,
+                host,
+                port,
+                rate_bytes_per_s=self._config.peer_bytes_per_s,
+                window=self._registered_window(),
             )
             self._shelf = shelf
             self._peer = Peer(host, self._chunk_server.port, self._incarnation)

@@ -154,7 +154,6 @@ class RankState:
         self.batch = 1  # chunks worth a message, as the agent says
         self.requests = self.peak_requests = min(requests, most)  # allowed in flight now
         self.working = 0  # fetches that read or verify, but not those from other nodes
-        self.asking = 0  # fetches that wait for another node, or read it
         self.pausing = 0  # fetches between two tries
         self.throttles = 0
         self.placed_bytes = 0
@@ -232,8 +231,6 @@ class RankState:
     def _begun_or_ended(self, lease: LeaseOrder, change: int) -> None:
         if not lease.peers:
             self.working += change
-        else:
-            self.asking += change
 
     def is_void(self, lease_id: str, arrived: bool) -> bool:
         """Return True when no further try of the lease may start. `arrived`: a part of the chunk is there."""
@@ -275,7 +272,6 @@ class RankState:
         if lease is not None and lease.peers:
             self._account(now_s)
             self.begun[lease_id] = replace(lease, peers=())
-            self.asking -= 1
             self.working += 1
 
     def pause_begun(self, cause: str, now_s: float) -> None:

@@ -71,7 +71,7 @@ class _Connection:
 
 
 class Pace:
-    """How fast bodies come to this node, so that one which is far slower than the others is noticed. Thread-safe.
+    """Rate at which bodies come to this node, to notice one that is far slower than the others. Thread-safe.
 
     All that come at one time share the node's link. So each is expected to get its share of what comes in all.
     """

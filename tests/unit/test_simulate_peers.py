@@ -59,7 +59,7 @@ def test_a_slow_node_says_so_and_is_left_out(*, slow_down: bool) -> None:
 
 
 def test_links_of_all_kinds_make_no_node_slow() -> None:
-    """Where the store is far faster than the nodes, requests stay in line everywhere."""
+    """Requests stay in line everywhere if the store is far faster than the nodes."""
     for store in (1, 4, 16):
         result = simulate_peers(PeerCase(8, 400), replace(RATES, store_bytes_s=store * RATES.nic_bytes_s))
         assert not result.causes
