@@ -43,7 +43,6 @@ ASKED_PER_HOP = 10
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
 CATCH_UP = 64  # chunks in which a node that began late must catch up
 PAUSE = 16  # after so many chunks without a waiting node that is far ahead, this one has caught up
-SLOW_AFTER_S = 1.0  # a node is not slow before: small chunks come faster than a busy processor turns to each thread
 SLOW_S = 10.0  # a slow node refuses the others of its load so long
 PRESSED_PATIENCE_S = 1.0  # instead of PATIENCE_S, while other chunks find no room
 MOST_PATIENCE_S = 20.0  # as long as nodes wait for each other (`storage.peers.chunk_server`)
@@ -109,10 +108,8 @@ class PeerExchange:
         self._chunk_s = 0.0  # mean time from one chunk to the next, while there is room
         self._come_s = math.inf  # when the last one came
         self._given = 0  # times that another node has read a chunk, or has stopped
-        # When the line of requests became long: (received, given, time).
-        self._full_at: tuple[int, int, float] | None = None
-        # When a node that was far ahead waited here: `_come` at first and at last, time at first.
-        self._behind: tuple[int, int, float] | None = None
+        self._full_at: tuple[int, int] | None = None  # (received, given) when the line of requests became long
+        self._behind: tuple[int, int] | None = None  # (first, last) `_come` when a node that was far ahead waited here
         self._slow_until_s = 0.0
 
     # -- leases ------------------------------------------------------------------------------------------------
@@ -221,7 +218,7 @@ class PeerExchange:
             return cached
         if self._queue.state(chunk) not in _ON_THE_WAY or not may_wait:
             return NoChunk.MISSING if cached is None else NoChunk.COMING
-        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._stays_behind(asker, chunk, now_s):
+        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._stays_behind(asker, chunk):
             self._slow_until_s = now_s + SLOW_S
             return NoChunk.TOO_SLOW
         self._late.discard(node_id)
@@ -233,13 +230,12 @@ class PeerExchange:
         if len(self._reading) < LONG_LINE:
             self._full_at = None
         else:
-            received, given, since_s = self._full_at = self._full_at or (self._received, self._given, now_s)
-            sends_half = self._received - received >= 2 * (self._given - given + LONG_LINE)
-            if sends_half and now_s - since_s >= SLOW_AFTER_S:
+            received, given = self._full_at = self._full_at or (self._received, self._given)
+            if self._received - received >= 2 * (self._given - given + LONG_LINE):
                 self._slow_until_s = now_s + SLOW_S
         return now_s < self._slow_until_s
 
-    def _stays_behind(self, asker: Asker, chunk: int, now_s: float) -> bool:
+    def _stays_behind(self, asker: Asker, chunk: int) -> bool:
         """Return whether this node is far behind the asker, which wants that chunk, and does not catch up.
 
         Nodes may need different parts of the model. So it counts what they have, and how far away the chunk is.
@@ -247,11 +243,9 @@ class PeerExchange:
         ahead_chunks = (self._queue.share_left - (asker.share_left or 0.0)) * self._needed_chunks
         if min(ahead_chunks, self._queue.fresh_before(chunk)) <= self._most_asked:  # so far ahead it does not notice
             return False
-        first, last, since_s = self._behind or (self._come, self._come, now_s)
-        if self._come - last >= PAUSE:
-            first, since_s = self._come, now_s
-        self._behind = first, self._come, since_s
-        return self._come - first >= CATCH_UP and now_s - since_s >= SLOW_AFTER_S
+        first, last = self._behind or (self._come, self._come)
+        self._behind = (first if self._come - last < PAUSE else self._come), self._come
+        return self._come - self._behind[0] >= CATCH_UP
 
     def take_news(self) -> list[int]:
         """Return the chunks that have come since the last call."""

@@ -8,7 +8,7 @@ from copy import copy
 import pytest
 
 from actors.node.chunk_flow import ChunkKeys
-from actors.node.peer_exchange import CATCH_UP, LONG_LINE, PAUSE, SLOW_AFTER_S, SLOW_S, PeerExchange
+from actors.node.peer_exchange import CATCH_UP, LONG_LINE, PAUSE, SLOW_S, PeerExchange
 from actors.node.peer_routes import PeerRoutes
 from bench.sim_peers import ReplicaTables
 from cluster.messages import Commit, Members, NodePeer
@@ -94,8 +94,7 @@ def test_a_node_that_gets_more_than_it_sends_says_that_it_is_slow(node: Node) ->
     node.get_from_others(2 * LONG_LINE - 1)
     assert node.take(node.to_come()) is NoChunk.COMING
     node.get_from_others(1)
-    assert node.take(node.to_come(), now_s=SLOW_AFTER_S - 0.1) is NoChunk.COMING  # it may be busy for a moment
-    assert node.take(node.to_come(), now_s=SLOW_AFTER_S) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come()) is NoChunk.TOO_SLOW
     assert node.take(node.to_come(), Asker("node-1")) is NoChunk.COMING  # who asks nobody else
     assert node.take(node.to_come(), Asker("other"), SLOW_S - 1) is not NoChunk.TOO_SLOW  # of a later load
 
@@ -118,23 +117,21 @@ def test_a_node_is_not_slow_for_ever(node: Node) -> None:
     held = line_up(node)
     assert node.take(node.to_come()) is NoChunk.COMING
     node.get_from_others(2 * LONG_LINE)
-    now_s = SLOW_AFTER_S
-    assert node.take(node.to_come(), now_s=now_s) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come()) is NoChunk.TOO_SLOW
     for chunk, cached in held:
         node.exchange.given(chunk, cached, AGENT, f"peer-{chunk}", "node-1", received=True)
-    assert node.take(node.to_come(), now_s=now_s + SLOW_S - 0.1) is NoChunk.TOO_SLOW
-    assert node.take(node.to_come(), now_s=now_s + SLOW_S) is NoChunk.COMING
+    assert node.take(node.to_come(), now_s=SLOW_S - 0.1) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come(), now_s=SLOW_S) is NoChunk.COMING
 
 
 def test_a_node_that_stays_far_behind_says_that_it_is_slow(node: Node) -> None:
     assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING  # it may only have begun later
     for _ in range(CATCH_UP - 1):
         node.get(1)
-        assert node.take(node.to_come(), HALF_DONE, SLOW_AFTER_S) is NoChunk.COMING
+        assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
     node.get(1)
-    assert node.take(node.to_come(), Asker("node-1"), SLOW_AFTER_S) is NoChunk.COMING
-    assert node.take(node.to_come(), HALF_DONE, SLOW_AFTER_S - 0.1) is NoChunk.COMING
-    assert node.take(node.to_come(), HALF_DONE, SLOW_AFTER_S) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come(), Asker("node-1")) is NoChunk.COMING
+    assert node.take(node.to_come(), HALF_DONE) is NoChunk.TOO_SLOW
 
 
 def test_a_node_that_catches_up_is_waited_for(node: Node) -> None:
