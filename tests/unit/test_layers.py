@@ -46,6 +46,8 @@ AT_MODULE_LEVEL = {
         "actors/handover/modules",
         "actors/handover/module_places",
         "actors/reader/lazy_tensor",
+        "engines/filling",
+        "engines/sglang",
         "engines/transformers",
         "engines/vllm",
     },
