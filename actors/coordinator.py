@@ -32,17 +32,18 @@ from actors.coordination.worker_groups import WorkerGroups
 from actors.links import ask_agent
 from actors.metrics_server import MetricsServer
 from cluster.config import Config, TrustPolicy
-from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, VersionMismatch
+from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, UpdateRefused, VersionMismatch
 from cluster.messages import UNVERSIONED, AgentBeat, GroupMember, check_version, pack_message, unpack_message
 from cluster.node_settings import NodeSettings
 from cluster.planning.chunk_keys import Holdings
-from cluster.request import LoadRequest, StoreAccess
+from cluster.request import LoadRequest, StoreAccess, UpdateRequest
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
 from cluster.scheduling.topology import NodeInfo, resolve_device
 from cluster.telemetry.chunk_map import ChunkMap, LoadEvent, NodeChunks, NodeView, ShardChunks
 from cluster.telemetry.logs import RepeatedWork, configure_logs
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
+from cluster.telemetry.update_report import UpdateReport
 from longshore.installation import PROTOCOL_VERSION, __version__, check_packages
 from storage.errors import LongshoreError
 from storage.problems import printable_uri
@@ -201,6 +202,8 @@ class Coordinator:
             with contextlib.suppress(TimeoutError):
                 settled = record.changed.wait_for(lambda: record.life.state is not LoadState.LOADING)
                 await asyncio.wait_for(settled, REBUILD_S)
+            # A call that begins after the decision sees the new revision on every rank.
+            await record.changed.wait_for(lambda: not record.exchanges or record.life.is_over)
         return record.workers()
 
     async def renew(self, client_id: str, model_ids: list[str]) -> list[str]:
@@ -218,6 +221,35 @@ class Coordinator:
         """
         record = self._models.get(model_id) or await self._record(model_id)
         self._attaching.supply(record, client_id, access)
+
+    async def update(
+        self, model_id: str, asked: UpdateRequest, timeout_s: float
+    ) -> tuple[str, UpdateReport | None, LongshoreError | None]:
+        """Begin an update in place, unless it was begun. Return what it does, its report or its error.
+
+        Waits up to `timeout_s` for the end. Raises UpdateRefused while another update is under way, and ModelNotFound.
+        """
+        record = await self._record(model_id)
+        update_id = asked.update_id
+        if update_id not in record.update_outcomes and update_id != record.updating_id:
+            if record.is_updating:
+                raise UpdateRefused(
+                    "another update of the model is under way",
+                    hint="wait for its end; longshore status shows it",
+                    model=model_id,
+                    doing=record.update_text,
+                )
+            if asked.store is not None:
+                self._trust.sources.check(asked.store.ref, asked.store.credentials)
+            record.lead_update(update_id, self._load_run(record).update(asked))
+        async with record.changed:
+            with contextlib.suppress(TimeoutError):
+                over = record.changed.wait_for(lambda: update_id in record.update_outcomes)
+                await asyncio.wait_for(over, timeout_s)
+        outcome = record.update_outcomes.get(update_id)
+        if isinstance(outcome, LongshoreError):
+            return record.update_text, None, outcome
+        return record.update_text, outcome, None
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
@@ -261,6 +293,10 @@ class Coordinator:
     async def chunks(self, model_id: str) -> ChunkMap:
         """Return the place of every chunk of a load, and where each node had its bytes from."""
         return await self._chunk_maps.of(await self._record(model_id), self._models.values())
+
+    async def revision_of(self, model_id: str) -> str:
+        """Return the revision that a model has; that of an update from its decision on."""
+        return (await self._record(model_id)).revision
 
     async def request_of(self, model_id: str) -> LoadRequest:
         """Return the request that loaded a model, without credentials."""

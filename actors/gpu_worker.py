@@ -2,6 +2,7 @@
 
     coordinator -- start(job) --> HostedLoad in a thread --> outcome(load) returns its report, or raises its error
     client ------- call(load, packed function) --> fn(shard, ...) in this process, one at a time
+    coordinator -- stage_update(job) .. exchange_update(load) --> the tensors have another revision's contents
     coordinator -- recycle(load) --> the process is as new, and another load may start
 
 Three groups of calls never wait for each other (`CONCURRENCY_GROUPS`): control, wait and call. Wait calls block as long
@@ -39,9 +40,10 @@ from actors.devices.device import Device, OpeningDevice, open_device
 from actors.links import AgentLink
 from actors.rank.executor import RankLoader
 from actors.rank.loader import PROCESS_ARENAS
+from actors.rank.update import Gate, RankUpdate
 from actors.shard import RankShard
-from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
-from cluster.messages import RankJob, Version
+from cluster.errors import LoadCancelled, ModelBroken, ModelNotFound, RemoteCallFailed, UpdateFailed
+from cluster.messages import Assignment, RankJob, UpdateJob, Version
 from cluster.planning.plan import RankPlan
 from cluster.telemetry.logs import RepeatedWork, configure_logs
 from cluster.telemetry.stats import RankReport
@@ -50,7 +52,6 @@ from longshore.installation import VERSION, check_packages
 from storage.errors import LongshoreError
 from storage.host.memory import without_collector
 from storage.host.processes import ProcessId
-from storage.store_ref import StoreAccess
 
 
 class HostedLoad:
@@ -70,7 +71,10 @@ class HostedLoad:
         self._report: RankReport | None = None
         self._error: LongshoreError | None = None
         self._over = threading.Event()  # the load ended, successfully or not
-        self._in_use = 0  # number of calls that use the shard
+        self._gate = Gate()
+        self._update: RankUpdate | None = None
+        self._updated = ""  # id of the last update whose contents the tensors have
+        self._broken: LongshoreError | None = None  # error of a streaming update that left contents of two revisions
 
     def begin(self, link: AgentLink, device: str) -> None:
         """Run the load in a thread."""
@@ -86,19 +90,114 @@ class HostedLoad:
 
     @contextmanager
     def shard(self) -> Iterator[RankShard]:
-        """Yield the tensors, which stay for the length of the block. Raises ModelNotFound when there are none."""
-        with self._lock:
-            if self._report is None or self._device is None or self._plan is None or self.released.is_set():
-                raise ModelNotFound("this rank holds no loaded model", model=self.job.load_id)
-            if self._shard is None:
-                self._shard = RankShard(self._plan, self._device)
-            self._in_use += 1
-            shard = self._shard
-        try:
-            yield shard
-        finally:
+        """Yield the tensors, which stay and are not updated for the length of the block.
+
+        Raises ModelNotFound when there are none, ModelBroken after a streaming update that failed.
+        """
+        with self._gate.call():
             with self._lock:
-                self._in_use -= 1
+                plan, device = self._loaded()
+                if self._broken is not None:
+                    raise ModelBroken(
+                        "a streaming update failed, and this rank has contents of two revisions",
+                        hint="update the model again, or release it",
+                        model=self.job.load_id,
+                        cause=str(self._broken)[:300],
+                    )
+                if self._shard is None:
+                    self._shard = RankShard(plan, device)
+                shard = self._shard
+            yield shard
+
+    def _loaded(self) -> tuple[RankPlan, Device]:
+        if self._report is None or self._device is None or self._plan is None or self.released.is_set():
+            raise ModelNotFound("this rank holds no loaded model", model=self.job.load_id)
+        return self._plan, self._device
+
+    @property
+    def assignment(self) -> Assignment:
+        """What this load is, with the update that it stages or has staged."""
+        update = self._update
+        if update is None or update.error is not None:
+            return Assignment(self.job.load_id, self.job.store, self.job.revision)
+        pending = update.job.update_id, update.job.job.store
+        return Assignment(self.job.load_id, self.job.store, self.job.revision, *pending)
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    def stage(self, job: UpdateJob, link: AgentLink) -> None:
+        """Begin an update, unless it was begun. One that was begun before and not exchanged is dropped.
+
+        Raises ModelNotFound, and UpdateFailed when the rank does not have the revision that the update begins with.
+        """
+        with self._lock:
+            before = self._update
+            if job.update_id in (self._updated, before.job.update_id if before is not None else ""):
+                return
+            plan, device = self._loaded()
+            if job.base and job.base != self.job.revision:
+                raise UpdateFailed("the rank has another revision", expected=job.base, found=self.job.revision)
+            update = self._update = RankUpdate(job, plan, device, self._gate)
+        if before is not None:
+            before.drop()
+        update.begin(link, lambda: self._streamed(update))
+
+    def staged(self, update_id: str) -> RankReport | None:
+        """Return the report once the update is staged, or streamed; None where nothing changed.
+
+        Blocks. Raises the update's error.
+        """
+        update = self._update
+        if update is None or update.job.update_id != update_id:
+            raise UpdateFailed("this rank does not work on the update", update=update_id)
+        return update.outcome()
+
+    def exchange(self, update_id: str, revision: str) -> float:
+        """Give the tensors the staged contents. Return the seconds of the copy. Idempotent.
+
+        A stream is waited for. A rank that was loaded from that revision has it. Raises UpdateFailed when the rank has
+        not staged the update.
+        """
+        update = self._update
+        if update is not None and update.job.update_id == update_id and update.job.streaming:
+            update.outcome()
+        if update_id == self._updated:
+            return 0.0
+        if update is None or update.job.update_id != update_id or not update.done:
+            if revision == self.job.revision and update is None and self._broken is None:
+                return 0.0
+            raise UpdateFailed("the rank has not staged the update", update=update_id, rank=self.job.rank)
+        seconds = update.exchange()
+        self._take_over(update)
+        return seconds
+
+    def drop_update(self, update_id: str) -> None:
+        """End an update that was not exchanged, and free what it staged. Idempotent."""
+        with self._lock:
+            update = self._update
+            if update is None or (update_id and update.job.update_id != update_id):
+                return
+            self._update = None
+        update.drop()
+
+    def _take_over(self, update: RankUpdate) -> None:
+        job = update.job.job
+        with self._lock:
+            self._updated, self._broken = update.job.update_id, None
+            self.job = replace(self.job, store=job.store, revision=job.revision)
+            if self._update is update:
+                self._update = None
+        update.free()
+
+    def _streamed(self, update: RankUpdate) -> None:
+        """Note how an update ended, while calls still wait."""
+        if update.job.streaming and update.done:
+            with self._lock:
+                self._updated, self._broken = update.job.update_id, None
+                self.job = replace(self.job, store=update.job.job.store, revision=update.job.job.revision)
+        elif update.wrote:
+            with self._lock:
+                self._broken = update.error
 
     def release(self) -> bool:
         """End the load and release its memory. Return when no thread of the load uses it any more. Idempotent.
@@ -108,6 +207,8 @@ class HostedLoad:
         with self._lock:
             self.released.set()
             loader, thread = self._loader, self._thread
+        self.drop_update("")
+        self._gate.settle()
         if loader is not None:
             loader.cancel()
         if thread is not None:
@@ -118,7 +219,7 @@ class HostedLoad:
             self._shard = None
             if self._device is not None:
                 self._device.free()
-            free = not self._in_use
+            free = not self._gate.calls
         if kept:  # modules usually have reference cycles, which keep the memory
             gc.collect()
         return free
@@ -268,13 +369,24 @@ class GpuWorker:
                 self._lock.notify_all()
         return ProcessId.current()
 
-    def assignment(self) -> tuple[str, StoreAccess] | None:
-        """Return (load id, how its job reads the store), or None when this worker waits for a job.
-
-        A restarted coordinator asks for it, because its saved state has no credentials.
-        """
+    def assignment(self) -> Assignment | None:
+        """Return what this worker works on, or None when it waits for a job. A restarted coordinator asks for it."""
         load = self._load
-        return None if load is None else (load.job.load_id, load.job.store)
+        return None if load is None else load.assignment
+
+    def stage_update(self, job: UpdateJob, shared: bytes = b"") -> None:
+        """Begin an update of this rank and return at once. Does nothing when it was begun.
+
+        `shared`: the tables of a job that came without them, from Ray's object store.
+        """
+        job = replace(job, job=replace(job.job, shared=job.job.shared or shared))
+        self._loaded(job.model_id).stage(job, self._agent())
+
+    def drop_update(self, load_id: str, update_id: str) -> None:
+        """End an update that is not to be exchanged, and free what it staged. Idempotent."""
+        load = self._load
+        if load is not None and load.job.load_id == load_id:
+            load.drop_update(update_id)
 
     def recycle(self, load_id: str) -> int | None:
         """Release this load's memory and be ready for another load. Idempotent.
@@ -317,6 +429,17 @@ class GpuWorker:
         if load is None or load.job.load_id != load_id:
             raise LoadCancelled("this worker does not work on the load (any more)", model=load_id)
         return load.outcome()
+
+    def update_outcome(self, load_id: str, update_id: str) -> RankReport | None:
+        """Return the report once the update is staged, or streamed. Blocks. Raises the update's error.
+
+        None: nothing of this rank changed.
+        """
+        return self._loaded(load_id).staged(update_id)
+
+    def exchange_update(self, load_id: str, update_id: str, revision: str) -> float:
+        """Give the tensors the staged contents; calls wait meanwhile. Return the seconds of the copy. Idempotent."""
+        return self._loaded(load_id).exchange(update_id, revision)
 
     def lifetime(self, load_id: str) -> None:
         """Wait until the worker releases the load. If the worker dies, Ray's error notifies the caller at once."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import socket
 import threading
 import time
@@ -398,6 +399,13 @@ class NodeAgent:
         with self._changed:
             self._usable()
             self._ledger.keep_record(load_id, record)
+
+    def tables(self, load_id: str) -> bytes:
+        """Return the packed tables of a load, for a coordinator that was restarted. Raises ModelNotFound."""
+        with self._changed:
+            self._usable()
+            tables = self._ledger.tables(load_id)
+        return pickle.dumps(tables, protocol=5)
 
     def report(self, load_id: str) -> NodeReport:
         """Return this node's stats of a finished load."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.client import arelease as arelease
     from cluster.client import asign as asign
     from cluster.client import astatus as astatus
+    from cluster.client import aupdate as aupdate
     from cluster.client import averify as averify
     from cluster.client import generate_key as generate_key
     from cluster.client import load as load
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from cluster.client import release as release
     from cluster.client import sign as sign
     from cluster.client import status as status
+    from cluster.client import update as update
     from cluster.client import verify as verify
     from cluster.config import Config as Config
     from cluster.errors import AgentEnded as AgentEnded
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from cluster.errors import LoadError as LoadError
     from cluster.errors import LoadForgotten as LoadForgotten
     from cluster.errors import LoadTimeout as LoadTimeout
+    from cluster.errors import ModelBroken as ModelBroken
     from cluster.errors import ModelConfigError as ModelConfigError
     from cluster.errors import ModelNotFound as ModelNotFound
     from cluster.errors import ModuleMismatch as ModuleMismatch
@@ -59,6 +62,8 @@ if TYPE_CHECKING:
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
     from cluster.errors import TensorNotFound as TensorNotFound
     from cluster.errors import UnknownFamily as UnknownFamily
+    from cluster.errors import UpdateFailed as UpdateFailed
+    from cluster.errors import UpdateRefused as UpdateRefused
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
     from cluster.planning.plan_summary import PlanSummary as PlanSummary
@@ -68,6 +73,7 @@ if TYPE_CHECKING:
     from cluster.telemetry.report import ClusterStatus as ClusterStatus
     from cluster.telemetry.report import LoadProgress as LoadProgress
     from cluster.telemetry.report import LoadReport as LoadReport
+    from cluster.telemetry.update_report import UpdateReport as UpdateReport
     from longshore.installation import PackageShadowed as PackageShadowed
     from longshore.installation import __version__ as __version__
     from storage.errors import AccessDenied as AccessDenied
@@ -123,21 +129,24 @@ _EXPORTS = {
     "actors.hosting": "host_rank",
     "actors.reader.open_model": "OpenModel TensorSlice safe_open",
     "cluster.client": (
-        "aload apublish arelease asign astatus averify generate_key load publish release sign status verify"
+        "aload apublish arelease asign astatus aupdate averify generate_key load publish release sign status update "
+        "verify"
     ),
     "cluster.config": "Config",
     "cluster.small_files": "config_folder",
     "cluster.errors": (
         "AgentEnded CallTimeout ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit "
         "DoesNotFitNow "
-        "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
+        "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelBroken ModelConfigError "
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
-        "RankTaken ReaderClosed RemoteCallFailed TensorNotFound UnknownFamily VersionMismatch"
+        "RankTaken ReaderClosed RemoteCallFailed TensorNotFound UnknownFamily UpdateFailed UpdateRefused "
+        "VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",
     "cluster.planning.plan_summary": "PlanSummary",
     "cluster.telemetry.report": "ClusterStatus LoadProgress LoadReport",
+    "cluster.telemetry.update_report": "UpdateReport",
     "longshore.installation": "PackageShadowed __version__",
     "storage.errors": (
         "AccessDenied ArenaBusy ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall BadSignature "

@@ -47,6 +47,8 @@ from cluster.telemetry.chunk_map import ChunkMap, LoadEvent
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.telemetry.stats import Jsonable
 from cluster.telemetry.tracing import load_trace
+from cluster.telemetry.update_report import UpdateReport
+from cluster.updating import UpdateOptions, update_on
 from storage.checkpoints.checkpoint import check_manifest_size
 from storage.checkpoints.checkpoint_files import read_whole
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
@@ -563,6 +565,63 @@ def request_of(model_id: str, *, address: str | None = None) -> LoadRequest:
     return found
 
 
+@checks_arguments
+def update(
+    model: LoadedModel | str,
+    uri: str | os.PathLike[str] | None = None,
+    *,
+    revision: str | None = None,
+    streaming: bool = False,
+    signed_name: str | None = None,
+    timeout_s: float | None = None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    address: str | None = None,
+) -> UpdateReport:
+    """Give a resident model the contents of another revision, in place. Only chunks that differ are read.
+
+    Args:
+        model: What `load` returned, or the model's id. It need not be held by this process.
+        uri: Folder of the new revision. None: the model's own, as it is stored now.
+        revision: The only revision that is accepted. None: the one that is stored.
+        streaming: Read into the tensors themselves. Nothing is staged, calls wait for the whole update, and a failure
+            leaves contents of two revisions: the model is broken until it is updated again or released.
+        signed_name: Name under which the manifest must be signed. None: the path of the URI.
+        timeout_s: Seconds until LoadTimeout; the update goes on in the cluster. None: no limit.
+        endpoint_url: URL of an S3-compatible server. None: that of the model.
+        region: Region of the bucket. None: that of the model.
+        profile: Name of a profile in the AWS configuration. None: that of the model.
+        anonymous: Send unsigned requests, for public buckets.
+        credentials: Keys for the store. None: in the model's own bucket those of its load, else each node's.
+        address: Of the Ray cluster, where this process has not joined it.
+
+    Returns:
+        What changed, what was read, and how each rank came to the new revision.
+
+    Raises:
+        LongshoreError: As for `LoadedModel.update`.
+        ModelNotFound: There is no such model.
+        ClusterLost: No cluster or no coordinator answers.
+
+    Example:
+        ```python
+        report = cluster.update("llama-3f9a21c4", "s3://models/llama/step-2000")
+        print(report.changed_tensors, report.read_bytes)
+        ```
+    """
+    store = {"endpoint_url": endpoint_url, "region": region, "profile": profile, "anonymous": anonymous}
+    about = {"revision": revision, "streaming": streaming, "signed_name": signed_name, "credentials": credentials}
+    if isinstance(model, LoadedModel):
+        return model.update(uri, timeout_s=timeout_s, **store, **about)  # type: ignore[arg-type]
+    limit_s = checked_timeout(timeout_s)
+    patience = Patience(None if limit_s is None else time.monotonic() + limit_s, GIVEN_UP.get())
+    options = UpdateOptions(uri, store=StoreOptions(**store), **about)  # type: ignore[arg-type]
+    return update_on(_running(address), model, options, patience)
+
+
 @dataclass(frozen=True, slots=True)
 class Released(Jsonable):
     """The result of `release`."""
@@ -643,6 +702,7 @@ def _running(address: str | None, *, any_version: bool = False) -> Connection:
 
 
 astatus = in_thread(status)
+aupdate = in_thread(update)
 arelease = in_thread(release)
 
 

@@ -6,6 +6,7 @@ LongshoreError
 |  +- LayoutError               a tensor cannot be cut as asked; lists every such tensor
 |  |  +- UnknownFamily          and there are no rules for the model's family; names it
 |  +- ModelConfigError          config.json is broken or lacks fields that layouts need
+|  +- UpdateRefused             the model cannot be updated in place to that revision; nothing was touched
 |  +- DoesNotFit                a device or host lacks the memory; says need and have for each
 |     +- DoesNotFitNow          only because other processes use memory of the GPUs
 +- ClusterError
@@ -22,6 +23,8 @@ LongshoreError
 |  +- RankLost                  a worker died or stopped answering more often than allowed
 |  |  +- RankTaken              a worker counted as lost sent a message after its replacement
 |  +- NodeLost                  a node died, and its ranks found no other place; names both
+|  +- UpdateFailed              an update ended before its exchange; every rank has the old revision
+|  +- ModelBroken               a streaming update failed; ranks have contents of two revisions
 |  +- LoadTimeout               timeout_s passed
 |  +- LoadCancelled             released or cancelled before it was ready
 |  +- IllegalTransition         a load received an event that is impossible in its state: a bug
@@ -66,6 +69,10 @@ class DoesNotFit(PlanError):
 
 class DoesNotFitNow(DoesNotFit):
     """The load does not fit only because other processes use memory of the GPUs."""
+
+
+class UpdateRefused(PlanError):
+    """The resident model cannot be updated in place to that revision; the message says why. Nothing was touched."""
 
 
 class ClusterError(LongshoreError):
@@ -122,6 +129,14 @@ class RankTaken(RankLost):
 
 class NodeLost(LoadError):
     """A node died, and its ranks found no other place."""
+
+
+class UpdateFailed(LoadError):
+    """An update ended before its exchange. Every rank has the revision that it had."""
+
+
+class ModelBroken(LoadError):
+    """A streaming update failed, and ranks have contents of two revisions. Update the model again, or release it."""
 
 
 class LoadTimeout(LoadError):

@@ -2,6 +2,7 @@
 
     coordinator --NodeJob--> agent      which ranks of the load the node has
     coordinator --RankJob--> worker     one rank's share
+    coordinator --UpdateJob--> worker   what changed of a rank's share in another revision
     worker --RankHello, RankUpdate--> agent --JoinReply, Orders--> worker
     agent --AgentBeat--> coordinator --BeatReply--> agent
 
@@ -148,7 +149,7 @@ class NodeJob:
     group: GroupMember | None = None  # membership of that process
     is_local: bool = False  # the model is local files
     on_demand: bool = False  # its ranks are readers, which get chunks only when they ask (`RankUpdate.asks`)
-    revision: str = ""  # of the model that readers on demand read; those of a group read the same
+    revision: str = ""  # of the model; readers of a group read the same, and an update replaces that of a load
     group_patience_s: float = 5.0  # a chunk waits this long for readers without progress while others need its slot
 
     @property
@@ -172,6 +173,29 @@ class RankJob:
     mapped: bool = False  # the plan has a device map
     offload_folder: str = ""  # folder for the modules on disk
     logs: tuple[str, str] = ("", "")  # see cluster.telemetry.logs.LogSettings
+    revision: str = ""  # of the model; "" where nobody updates it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateJob:
+    """One rank's share of an update: its model's next revision, of which it reads what changed."""
+
+    model_id: str  # the load that the rank holds
+    update_id: str
+    base: str  # revision that the rank must have
+    streaming: bool  # place what comes into the model's own tensors; there is no exchange
+    job: RankJob  # of the load that reads what changed (`cluster.planning.update_plan`)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a worker works on, for a restarted coordinator."""
+
+    load_id: str
+    store: StoreAccess  # how it reads; no saved state has its credentials
+    revision: str  # of the contents that the rank has, or loads
+    update_id: str = ""  # update that it stages, or has staged and not exchanged
+    next_store: StoreAccess | None = None  # how that update reads
 
 
 ArenaAccess = tuple[tuple[str, str], ...]  # arena path, and the incarnation of the agent that granted access
@@ -191,6 +215,7 @@ class RankHello:
     others: ArenaAccess = ()  # access of other ranks of the process
     direct: tuple[int, ...] = ()  # chunks that it can receive in its own memory
     fetched: dict[str, tuple[int, ...]] = field(default_factory=dict)  # chunks that it has fetched, by source
+    revision: str = ""  # that it loads, where it may change: an agent with the tables of another does not know it
 
     def chunk_ids(self) -> Iterator[int]:
         """Iterate over the ids of all chunks that this message names."""
@@ -368,6 +393,7 @@ class LoadBeat:
     complete: bool
     model: str = ""  # label of its metrics
     left_out: tuple[Peer, ...] = ()  # nodes from which it reads nothing for a while, because they failed
+    revision: str = ""  # of the tables that the agent has, as in `NodeJob`
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
+import os
 import threading
 import time
 import uuid
@@ -26,15 +27,20 @@ from cluster.errors import CallTimeout, ClusterLost, ConfigError, LoadTimeout, R
 from cluster.joining.connection import LOOK_S, Connection
 from cluster.joining.node_tasks import unwrapped
 from cluster.joining.patience import Patience, checked_timeout
+from cluster.request import StoreOptions
 from cluster.telemetry.report import LoadReport
+from cluster.telemetry.update_report import UpdateReport
+from cluster.updating import UpdateOptions, update_on
 from cluster.user_values import BATCH_BYTES, Cursor, Packed, TensorBatch, pack_call, result_of, tensors
 from storage.errors import LongshoreError
+from storage.store_ref import Credentials
 
 if TYPE_CHECKING:
     import torch
 import functools
 from collections.abc import Coroutine, Generator
 from contextvars import ContextVar
+from dataclasses import replace
 from types import TracebackType
 from typing import ParamSpec
 
@@ -321,6 +327,72 @@ class LoadedModel:
         """Run `state_dict` without blocking the event loop. Cancelling the task ends the wait."""
         rank, timeout_s = self._checked_rank(rank), checked_timeout(timeout_s)
         return await _until_cancelled(lambda cancelled: dict(self._tensors(cancelled, rank, timeout_s)))
+
+    @property
+    def revision(self) -> str:
+        """The revision that the model has now, as the cluster says; `report.revision` is that of this process's load.
+
+        Raises ModelNotFound, ClusterLost.
+        """
+        found: str = self._connection.call("revision_of", self.model_id)
+        return found
+
+    def update(
+        self,
+        uri: str | os.PathLike[str] | None = None,
+        *,
+        revision: str | None = None,
+        streaming: bool = False,
+        signed_name: str | None = None,
+        timeout_s: float | None = None,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        profile: str | None = None,
+        anonymous: bool = False,
+        credentials: Credentials | None = None,
+    ) -> UpdateReport:
+        """Give the model's tensors the contents of another revision, in place. Only chunks that differ are read.
+
+        All ranks have the new revision when this returns. Tensors, modules that they fill and what is tied stay the
+        same objects. Nothing is touched until every rank has read and verified what changed. A failure before that
+        leaves the old revision. A call of a function that begins meanwhile sees one revision on each rank.
+
+        Args:
+            uri: Folder of the new revision. None: the model's own, as it is stored now.
+            revision: The only revision that is accepted. None: the one that is stored.
+            streaming: Read into the tensors themselves. Nothing is staged, calls wait for the whole update, and a
+                failure leaves contents of two revisions: the model is broken until it is updated again or released.
+            signed_name: Name under which the manifest must be signed. None: the path of the URI.
+            timeout_s: Seconds until LoadTimeout; the update goes on in the cluster. None: no limit.
+            endpoint_url: URL of an S3-compatible server. None: that of the model.
+            region: Region of the bucket. None: that of the model.
+            profile: Name of a profile in the AWS configuration. None: that of the model.
+            anonymous: Send unsigned requests, for public buckets.
+            credentials: Keys for the store. None: in the model's own bucket those of its load, else each node's.
+
+        Returns:
+            What changed, what was read, and how each rank came to the new revision.
+
+        Raises:
+            UpdateRefused: The revision differs in more than contents, the model is not ready, or another update is
+                under way. Nothing was touched.
+            DoesNotFit: A host lacks the memory to stage what changed. Nothing was touched.
+            UpdateFailed: The update ended before its exchange. Every rank has the old revision.
+            ModelBroken: A streaming update failed.
+            LongshoreError: As for `load`, while the new revision is planned.
+        """
+        store = StoreOptions(endpoint_url, region, profile, anonymous)
+        options = UpdateOptions(uri, revision, streaming, signed_name, store, credentials)
+        limit_s = checked_timeout(timeout_s)
+        deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        report = update_on(self._connection, self.model_id, options, Patience(deadline_s, GIVEN_UP.get()))
+        self.report = replace(self.report, uri=report.uri, revision=report.revision)
+        return report
+
+    async def aupdate(self, uri: str | os.PathLike[str] | None = None, **options: Any) -> UpdateReport:
+        """Run `update` without blocking the event loop. Cancelling the task ends the wait, not the update."""
+        twin: Callable[..., Coroutine[Any, Any, UpdateReport]] = in_thread(self.update)
+        return await twin(uri, **options)
 
     def release(self) -> None:
         """Release this hold. Memory is freed when no other client holds the model and it is not kept. Idempotent."""

@@ -130,6 +130,39 @@ class LoadRequest:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """A client's request to update a resident model in place, as the coordinator gets it."""
+
+    update_id: str  # the client chooses it, so a repeated request begins nothing anew
+    client_id: str
+    uri: str = ""  # of the new revision; "": the model's own, read as the model is read
+    store: StoreAccess | None = None
+    only_key: str | None = None
+    signed_name: str = ""
+    revision: str = ""  # the only one that will do; "": what is stored
+    streaming: bool = False
+
+    def target(self, now: LoadRequest) -> LoadRequest:
+        """Return the request of a load that would give the new revision. `now`: that of the resident model.
+
+        Without credentials of its own, a place in the same bucket is read with the model's.
+        """
+        if self.store is None:
+            return replace(now, revision=self.revision)
+        ref, credentials = self.store.ref, self.store.credentials
+        if credentials is None and replace(ref, prefix="") == replace(now.store.ref, prefix=""):
+            credentials = now.store.credentials
+        return replace(
+            now,
+            uri=self.uri,
+            store=StoreAccess(ref, credentials),
+            only_key=self.only_key,
+            signed_name=self.signed_name,
+            revision=self.revision,
+        )
+
+
 # Taken for a local path without this check: "s3:/models/x", "meta-llama/Llama-3-8B".
 _WITHOUT_SLASHES = re.compile(rf"({'|'.join([*ALIASES, *DEFAULT_SCHEMES.split(',')])}):(?!//)(.+)", re.I | re.S)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*/?")

@@ -30,11 +30,11 @@ from ray.exceptions import RayError
 from actors.coordination import nodes, spawn
 from actors.coordination.jobs import SavedLoad
 from actors.coordination.load_run import LoadRun
-from actors.coordination.model_record import ModelRecord, Placement
+from actors.coordination.model_record import ModelRecord, Placement, is_update
 from actors.coordination.spawn import end_orphans
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
-from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
+from cluster.messages import AgentBeat, BeatReply, GroupMember, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState
 from cluster.scheduling.topology import IdleNodes
 from cluster.telemetry.counters import ClusterMetrics
@@ -163,11 +163,12 @@ class AgentWatch:
         for load_id, packed in beat.records.items():
             if packed:  # else a load that no coordinator began (`actors.hosting`)
                 self._adopt(load_id, packed, beat)
-        unknown = tuple(dict.fromkeys(load.load_id for load in beat.loads if load.load_id not in self._models))
+        loads = dict.fromkeys(load.load_id for load in beat.loads if not is_update(load.load_id))
+        unknown = tuple(load_id for load_id in loads if load_id not in self._models)
         if set(unknown) <= set(beat.records):
             await self._note_report(beat.node_id)
-        ended: list[str] = []
-        for load_id in dict.fromkeys(load.load_id for load in beat.loads):
+        ended = self._ended_updates(beat)
+        for load_id in loads:
             record = self._models.get(load_id)
             if record is not None and (record.life.is_over or beat.node_id not in record.nodes):
                 ended.append(load_id)  # over, or its ranks were moved from there: the node was taken for dead
@@ -179,11 +180,21 @@ class AgentWatch:
         await self._note_progress(beat)
         self._begin_again(beat)
         for record in self._models.values():
+            if record.update_heard is not None:
+                record.update_heard(beat)
+        for record in self._models.values():
             if record.peer_moved(beat.node_id, beat.peer):
                 telling = asyncio.get_running_loop().create_task(self._load_run(record).tell_members({beat.node_id}))
                 self._telling.add(telling)
                 telling.add_done_callback(self._telling.discard)
         return BeatReply(self._coordinator, unknown, tuple(ended), members=members)
+
+    def _ended_updates(self, beat: AgentBeat) -> list[str]:
+        """Return the loads of updates that nobody leads any more, once every agent has reported its loads."""
+        if not self.rebuilt.is_set():
+            return []
+        live = {record.update.load_id for record in self._models.values() if record.update and record.is_updating}
+        return [load_id for load_id in {each.load_id for each in beat.loads if is_update(each.load_id)} - live]
 
     def _members_of_agent_before(self, beat: AgentBeat) -> tuple[GroupMember, ...]:
         """Return processes of groups that the agent before this one told of, and that this one has not."""
@@ -261,7 +272,7 @@ class AgentWatch:
         self._go_on(record, {rank.rank: rank.incarnation for rank in beat.ranks if rank.load_id == load_id})
 
     def _begin_again(self, beat: AgentBeat) -> None:
-        known = {(load.load_id, load.attempt) for load in beat.loads}
+        known = {(load.load_id, load.attempt) for load in beat.loads if not self._is_outdated(load)}
         waits = {(rank.load_id, rank.attempt) for rank in beat.ranks if self._waits_in_vain(rank)}
         for record in self._models.values():
             begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
@@ -272,6 +283,11 @@ class AgentWatch:
                 again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
                 self._resending[part] = again
                 again.add_done_callback(functools.partial(self._was_resent, part))
+
+    def _is_outdated(self, load: LoadBeat) -> bool:
+        """Return whether the agent has the tables of the revision before an update."""
+        record = self._models.get(load.load_id)
+        return record is not None and bool(load.revision) and load.revision != record.revision
 
     def _was_resent(self, part: tuple[str, str], task: asyncio.Task[None]) -> None:
         del self._resending[part]

@@ -16,10 +16,10 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.model_record import ModelRecord, Placement
+from actors.coordination.model_record import ModelRecord, Placement, SavedUpdate
 from cluster.config import Config
 from cluster.fit.needs import min_slots
-from cluster.messages import NodeJob, RankJob, SlotHolder
+from cluster.messages import NodeJob, RankJob, SlotHolder, UpdateJob
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest
 from cluster.scheduling import load_state
@@ -50,6 +50,8 @@ class SavedLoad:
     host_bytes: dict[int, int]
     pools: dict[str, tuple[str, ...]]
     peer_key: bytes = field(repr=False)  # of `Members`: agents that go on prove themselves with it
+    update: SavedUpdate | None = None  # that is under way
+    broken: str = ""  # see `ModelRecord`
 
     @staticmethod
     def of(record: ModelRecord) -> SavedLoad:
@@ -71,6 +73,8 @@ class SavedLoad:
             dict(record.host_bytes),
             dict(record.pools),
             record.peer_key,
+            None if record.update is None else record.update.saved(),
+            record.broken,
         )
 
     def pack(self) -> bytes:
@@ -101,6 +105,8 @@ class SavedLoad:
             host_bytes=self.host_bytes,
             pools=self.pools,
             peer_key=self.peer_key,
+            update=self.update,
+            broken=self.broken,
         )
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None
@@ -137,6 +143,10 @@ async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) 
     await asyncio.gather(
         *(_ask(record, placement) for placement in record.placements.values() if placement.worker is not None)
     )
+    for placement in record.placements.values():
+        # A kept model may have no client that could supply credentials again.
+        if placement.assignment is not None and placement.assignment.revision in ("", record.revision):
+            record.proven(record.request.client_id, placement.assignment.store)
     await record.touch()
 
 
@@ -156,11 +166,7 @@ async def _ask(record: ModelRecord, placement: Placement) -> None:
     with contextlib.suppress(RayError, TimeoutError):  # dead or not well: who tends it finds out
         await spawn.meet_worker(placement.worker, placement.host, ANSWER_S)
         asked = placement.worker.assignment.options(concurrency_group="control").remote()
-        assignment = await asyncio.wait_for(asked, ANSWER_S)
-        placement.started = assignment is not None and assignment[0] == record.model_id
-        if placement.started:
-            # A kept model may have no client that could supply credentials again.
-            record.proven(record.request.client_id, assignment[1])
+        placement.find(await asyncio.wait_for(asked, ANSWER_S), record.model_id)
 
 
 def _bundles(group: Any, request: LoadRequest) -> list[Any]:
@@ -194,7 +200,48 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         replaced=any(placement.replaced for placement in placements),
         model=model_label(record.request.uri),
         host_bytes=record.bytes_to_take(placements),
+        revision=record.revision,
     )
+
+
+def update_jobs(
+    record: ModelRecord, update: SavedUpdate, host_bytes: dict[int, int], config: Config
+) -> list[tuple[str, NodeJob]]:
+    """Return the messages with which agents begin the load of what changed, each with its node.
+
+    `host_bytes`: what each rank takes that has something to read.
+    """
+    found = []
+    for node_id in record.nodes:
+        for attempt in record.attempts_on(node_id):
+            ranks = tuple(rank for rank in record.ranks_on(node_id, attempt) if rank in host_bytes)
+            if ranks:
+                job = replace(
+                    node_job(record, node_id, attempt, config),
+                    load_id=update.load_id,
+                    store_identity=update.request.store.ref.identity(),
+                    ranks=ranks,
+                    done=frozenset(),
+                    min_slots=min_slots(len(ranks)),
+                    placement=update.request.node_placement,
+                    is_local=update.request.is_local,
+                    record=b"",
+                    incarnations=tuple(record.placements[rank].incarnation for rank in ranks),
+                    again=False,
+                    replaced=False,
+                    model=model_label(update.request.uri),
+                    host_bytes=sum(host_bytes[rank] for rank in ranks),
+                    revision=update.revision,
+                )
+                found.append((node_id, job))
+    return found
+
+
+def update_job(record: ModelRecord, placement: Placement, update: SavedUpdate, base: str, config: Config) -> UpdateJob:
+    """Return one rank's share of an update. `base`: the revision that the rank must have; "": any."""
+    job = rank_job(record, placement, config)
+    job = replace(job, load_id=update.load_id, store=update.request.store, revision=update.revision)
+    return UpdateJob(record.model_id, update.update_id, base, update.streaming, job)
 
 
 def slots_taken(job: NodeJob, host: str, waited_s: float, holders: Sequence[SlotHolder]) -> ArenaBusy:
@@ -226,4 +273,5 @@ def rank_job(record: ModelRecord, placement: Placement, config: Config) -> RankJ
         mapped=record.request.device_map is not None,
         offload_folder=record.request.device_map.offload_folder if record.request.device_map else "",
         logs=config.logs,
+        revision=record.revision,
     )

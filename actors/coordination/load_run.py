@@ -17,6 +17,7 @@ import functools
 import socket
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -29,6 +30,7 @@ from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.placing import Relocation, take_placements
 from actors.coordination.planner import Planner, PlanSource, in_message, use_working_access
 from actors.coordination.spawn import alongside, finished, settled, tend_all
+from actors.coordination.update_run import UpdateRun
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import (
@@ -42,10 +44,12 @@ from cluster.errors import (
 )
 from cluster.joining.node_tasks import unwrapped
 from cluster.planning.packed_plan import PackedPlan
+from cluster.request import UpdateRequest
 from cluster.scheduling import load_state
 from cluster.scheduling.topology import IdleWorkerGroup
 from cluster.telemetry.report import LoadReport, NodeReport, ProcessMemory
 from cluster.telemetry.stats import join_checks, verified_by
+from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
 
 
@@ -170,6 +174,7 @@ class LoadRun:
             await self._event(load_state.Planned)
             await self._event(load_state.Started)
             await find_workers_again(self._record, incarnations)
+            await self._updates().resume()
             for placement in self._record.placements.values():
                 await self._rank_event(load_state.RankReplaced, placement)
             await tend_all(self._record.placements, self._tend, self._move)
@@ -177,6 +182,13 @@ class LoadRun:
             raise
         except Exception as error:
             await self.end(unwrapped(error))
+
+    async def update(self, asked: UpdateRequest) -> UpdateReport:
+        """Update the resident model in place. Raises the update's error (`UpdateRun.run`)."""
+        return await self._updates().run(asked)
+
+    def _updates(self) -> UpdateRun:
+        return UpdateRun(self._record, self._planner, self._config, self._models, self._agents, self.begin_on)
 
     async def end(self, error: LongshoreError) -> None:
         """Free everything; the model is over, with `error`. No cancellation cuts it short: who hears of the error
@@ -262,10 +274,14 @@ class LoadRun:
         `members`: packed, if they are known.
         """
         record, members = self._record, await self._packed_members() if members is None else members
+        revision = record.revision
         shared = await self._source.shared(apart=not isinstance(members, bytes))
+        if record.revision != revision:
+            return await self.begin_on(node_id)
 
         def begin(agent: Any, attempt: int) -> Any:
-            return agent.begin.remote(node_job(record, node_id, attempt, self._config), members, shared)
+            job = replace(node_job(record, node_id, attempt, self._config), revision=revision)
+            return agent.begin.remote(job, members, shared)
 
         for attempt in record.attempts_on(node_id):
             began_s = time.monotonic()
@@ -345,12 +361,17 @@ class LoadRun:
                 await self._rank_event(load_state.RankReplaced, placement)
 
     async def _give_job(self, placement: Placement) -> None:
-        shared = await self._source.shared()
-        if placement.replaced:
-            await use_working_access(self._record, self._planner)
+        revision = None
+        while revision != self._record.revision:  # an update may have been decided meanwhile
+            revision = self._record.revision
+            if placement.replaced:
+                await use_working_access(self._record, self._planner)
+            shared = await self._source.shared()
         job = rank_job(self._record, placement, self._config)
         if not placement.is_up:
             await spawn.meet_worker(placement.worker, placement.host, PROCESS_START_S + self._config.stuck_after_s)
+        if revision != self._record.revision:
+            return await self._give_job(placement)
         placement.give_job()
         # Until a worker has said hello to its agent, nobody else would notice that it is stuck.
         start = placement.worker.start.options(concurrency_group="control").remote(job, shared)

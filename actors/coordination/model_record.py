@@ -13,24 +13,26 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.errors import LoadCancelled, RankLost, UnknownFamily
+from cluster.errors import LoadCancelled, ModelBroken, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
-from cluster.messages import Members, NodePeer, PeerSource
+from cluster.messages import AgentBeat, Assignment, Members, NodePeer, PeerSource
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
 from cluster.scheduling.topology import NodeInfo
+from cluster.scheduling.update_state import UpdateLife
 from cluster.telemetry.chunk_map import EventLog
 from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.logs import log_events
 from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus
+from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory
 from storage.peers import Peer
@@ -73,6 +75,7 @@ class Placement:
     own_bytes: int = 0  # its worker's memory when its agent last looked; 0: not known
     report: RankReport | None = None
     replaced: bool = False  # its worker is not the load's first one, or may be another
+    assignment: Assignment | None = None  # what a restarted coordinator found its worker working on
 
     def advance(self, placed_bytes: int, own_bytes: int) -> bool:
         """Note what its agent counted. Return True when bytes were placed since the last time."""
@@ -80,17 +83,58 @@ class Placement:
         self.placed_bytes, self.own_bytes = placed_bytes, own_bytes
         return moved
 
+    def find(self, assignment: Assignment | None, model_id: str) -> None:
+        """Note what a restarted coordinator found the worker working on."""
+        self.started = assignment is not None and assignment.load_id == model_id
+        self.assignment = assignment if self.started else None
+
     def give_job(self) -> None:
         """Its worker, which has answered, is about to get its job."""
         self.is_up, self.job_sent_s = True, time.monotonic()
 
     def vacate(self) -> None:
         """Its worker is gone. The next one has another incarnation, and nothing yet."""
-        self.worker = self.report = None
+        self.worker = self.report = self.assignment = None
         self.is_up = self.started = False
         self.placed_bytes, self.asked_s = 0, math.inf
         self.incarnation += 1
         self.replaced = True
+
+
+@dataclass(frozen=True, slots=True)
+class SavedUpdate:
+    """An update that is under way, as agents keep it for a restarted coordinator."""
+
+    update_id: str
+    request: LoadRequest  # of a load of the new revision; saved without credentials
+    base: str  # the revision before
+    revision: str
+    signed_by: str
+    streaming: bool
+    decided: bool = False  # every rank gets the new revision, whatever happens
+
+    @property
+    def load_id(self) -> str:
+        """The id under which agents know the load of what changed."""
+        return update_load_id(self.update_id)
+
+    def saved(self) -> SavedUpdate:
+        """Return it without credentials."""
+        return replace(self, request=replace(self.request, store=self.request.store.without_credentials()))
+
+
+_UPDATE = "update-"
+KEPT_OUTCOMES = 4  # of updates that are over, for clients that ask again
+
+
+def update_load_id(update_id: str) -> str:
+    """Return the id under which agents know the load of what an update changes."""
+    return f"{_UPDATE}{update_id}"
+
+
+def is_update(load_id: str) -> bool:
+    """Return whether this is the id of an update's load."""
+    return load_id.startswith(_UPDATE)
 
 
 MOST_LENDERS = 16  # nodes of other loads that a load may read chunks from
@@ -134,6 +178,14 @@ class ModelRecord:
     access: ProvenAccess = field(default_factory=ProvenAccess)  # of each client, as far as it has worked
     restored: bool = False  # by a coordinator that was restarted: clients must supply their credentials again
     had_credentials: bool = False  # restored, and some client had passed credentials, which are in no saved state
+    update: SavedUpdate | None = None  # that is under way
+    update_life: UpdateLife | None = None  # of the last update
+    update_text: str = ""  # for people: what it does, or how it ended
+    update_heard: Callable[[AgentBeat], None] | None = None  # takes heartbeats while an update reads
+    updating: asyncio.Task[None] | None = None  # leads the update
+    updating_id: str = ""
+    update_outcomes: dict[str, UpdateReport | LongshoreError] = field(default_factory=dict)  # of the last ones, by id
+    broken: str = ""  # why ranks have contents of two revisions
     task: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None  # frees what the model has: from then on no load is given it
     events: EventLog = field(default_factory=EventLog)  # for who watches
@@ -236,7 +288,7 @@ class ModelRecord:
 
     def serves(self, request: LoadRequest) -> bool:
         """Return True when this model is what the request asks for, as far as the request says."""
-        return self.is_usable and self.request.identity() == request.identity()
+        return self.is_usable and not self.broken and self.request.identity() == request.identity()
 
     # -- clients -----------------------------------------------------------------------------------------------
 
@@ -353,9 +405,92 @@ class ModelRecord:
         await asyncio.shield(self.ending)
 
     async def stop_task(self) -> None:
-        """Cancel whoever leads the load; return when that has ended."""
-        if self.task is not None:
-            await stopped([self.task])
+        """Cancel whoever leads the load, and an update of it; return when they have ended."""
+        await stopped(task for task in (self.updating, self.task) if task is not None)
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_updating(self) -> bool:
+        """True while an update is under way."""
+        return self.updating is not None and not self.updating.done()
+
+    @property
+    def exchanges(self) -> bool:
+        """True while some rank may have the old revision, and the new one was decided."""
+        return self.is_updating and self.update is not None and self.update.decided
+
+    def lead_update(self, update_id: str, work: Coroutine[Any, Any, UpdateReport]) -> None:
+        """Run the task that leads an update. Its end is noted, however it comes."""
+        self.updating_id = update_id
+        self.updating = asyncio.get_running_loop().create_task(self._lead_update(update_id, work))
+
+    async def _lead_update(self, update_id: str, work: Coroutine[Any, Any, UpdateReport]) -> None:
+        outcome: UpdateReport | LongshoreError = LoadCancelled("the model was released", model=self.model_id)
+        try:
+            outcome = await work
+        except LongshoreError as error:
+            outcome = error
+        except Exception as error:  # a bug must not leave the client waiting
+            outcome = LongshoreError(f"{type(error).__name__} in an update: {error}", model=self.model_id)
+        finally:
+            self.update_outcomes[update_id] = outcome
+            while len(self.update_outcomes) > KEPT_OUTCOMES:
+                del self.update_outcomes[next(iter(self.update_outcomes))]
+            self.updating, self.update_heard = None, None
+            failed = not isinstance(outcome, UpdateReport)
+            if self.metrics is not None:
+                how = ("broken" if self.broken else "failed") if failed else "done"
+                changed_bytes = outcome.changed_bytes if isinstance(outcome, UpdateReport) else 0
+                self.metrics.updated(model_label(self.request.uri), how, changed_bytes)
+            await self.say_update(f"the update failed: {outcome}" if failed else str(outcome), over=True)
+
+    async def say_update(self, text: str, *, over: bool = False) -> None:
+        """Note for people what the update does, and wake whoever waits."""
+        self.update_text = text
+        with self._logged():
+            self.events.add(time.time(), "update", text)
+        await self.touch("" if over else text)
+
+    def begin_update(self, update: SavedUpdate, life: UpdateLife, heard: Callable[[AgentBeat], None]) -> None:
+        """Note an update, before any rank is asked to read. `heard` takes the agents' heartbeats."""
+        self.update, self.update_life, self.update_heard = update, life, heard
+
+    def move_update(self, life: UpdateLife) -> None:
+        """Note the next moment of the update's life."""
+        self.update_life = life
+
+    def read_for_update(self) -> None:
+        """Note that the update reads nothing more."""
+        self.update_heard = None
+
+    def forget_update(self) -> None:
+        """No update is under way any more."""
+        self.update = None
+
+    def adopt(self, update: SavedUpdate, plan: PackedPlan | None, stores: Iterable[StoreAccess]) -> None:
+        """From now on the model is the update's new revision: whoever replaces a rank loads that.
+
+        `plan`: None after a restart, then it is made when it is needed. `stores`: accesses that read the revision.
+        """
+        self.update, self.broken = replace(update, decided=True), ""
+        self.request, self.revision, self.signed_by = update.request, update.revision, update.signed_by
+        self.plan = self.shared = None
+        if plan is not None:
+            self.use_plan(plan)
+            self.outline = plan.outline()
+        elif self.outline is not None:
+            self.outline = replace(self.outline, revision=update.revision, signed_by=update.signed_by)
+        if self.report is not None:
+            uri, revision = update.request.uri, update.revision
+            self.report = replace(self.report, uri=uri, revision=revision, signed_by=update.signed_by)
+        self.access = ProvenAccess()  # others proved theirs at the old place
+        for store in stores:
+            self.proven(self.request.client_id, store)
+
+    def break_update(self, error: LongshoreError) -> None:
+        """A streaming update failed: ranks have contents of two revisions."""
+        self.broken = str(error)
 
     async def planned_or_over(self) -> None:
         """Return when the model was planned, or no load can be given it any more."""
@@ -404,6 +539,13 @@ class ModelRecord:
         """Handles by rank. Raises RankLost while one is not ready, or the error that ended the model."""
         if self.error is not None:
             raise self.error
+        if self.broken:
+            raise ModelBroken(
+                "a streaming update failed, and the ranks have contents of two revisions",
+                hint="update the model again, or release it",
+                model=self.model_id,
+                cause=self.broken[:300],
+            )
         if not self.life.is_ready:
             raise RankLost(
                 "a rank of the model is being filled again",
@@ -520,6 +662,7 @@ class ModelRecord:
             taken=what_was_taken(request.tried),
             ranks=tuple(self._rank_status(rank) for rank in range(len(self.life.ranks))),
             ended_age_s=time.monotonic() - self.ended_s if self.life.is_over else 0.0,
+            update=self.update_text,
         )
 
     def as_asked(self) -> LoadRequest:

@@ -40,6 +40,7 @@ from cluster.config import TrustPolicy
 from cluster.errors import ClusterError, LoadError
 from cluster.fit.search import Limits, PlannedChange
 from cluster.planning.packed_plan import PackedPlan
+from cluster.planning.update_plan import PackedUpdate
 from cluster.request import LoadRequest, StoreAccess
 from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
 from storage.host.processes import own_module
@@ -71,6 +72,11 @@ class Planner:
         """(revision, changes planned): the steps of fit "auto", or ("strict") what a refused load is offered."""
         found: tuple[str, list[PlannedChange]] = await self._ask("changes", request, self._trust, purpose, limits)
         return found
+
+    async def update(self, request: LoadRequest, old: bytes, *, all_changed: bool) -> PackedUpdate:
+        """Return what of the stored model differs from one with these packed tables. Raises UpdateRefused too."""
+        update: PackedUpdate = await self._ask("update", request, self._trust, old, all_changed)
+        return update
 
     async def is_current(self, request: LoadRequest, known: str, limit_s: float = CHECK_TIMEOUT_S) -> bool:
         """Return True while the stored model is still the revision `known`; one small request to the store.

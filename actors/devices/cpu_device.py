@@ -275,8 +275,15 @@ class CpuDevice:
     def synchronize(self) -> None:
         pass
 
+    def quiesce(self) -> None:
+        pass
+
     def finish(self) -> None:
         pass
+
+    def view(self, segment: int, offset: int, size_bytes: int) -> memoryview:
+        """Return so many bytes of a segment."""
+        return self._segments[segment].data[offset : offset + size_bytes].data
 
     def tensors(self, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
         import torch

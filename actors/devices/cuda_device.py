@@ -163,6 +163,9 @@ class CudaDevice:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
+    def quiesce(self) -> None:
+        torch.cuda.synchronize(self._device)
+
     def finish(self) -> None:
         pass
 

@@ -83,6 +83,10 @@ class Device(Protocol):
         """Return when no copy reads a chunk any more."""
         ...
 
+    def quiesce(self) -> None:
+        """Return when nothing that calls have begun uses the memory any more, such as kernels of a GPU."""
+        ...
+
     def finish(self) -> None:
         """Complete the load after everything is placed. Return when files are safely on disk."""
         ...
@@ -163,6 +167,9 @@ class OpeningDevice:
 
     def synchronize(self) -> None:
         self._ready().synchronize()
+
+    def quiesce(self) -> None:
+        self._ready().quiesce()
 
     def finish(self) -> None:
         self._ready().finish()

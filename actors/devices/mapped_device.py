@@ -353,6 +353,10 @@ class MappedDevice:
         for part in self._parts:
             part.synchronize()
 
+    def quiesce(self) -> None:
+        for part in self._parts:
+            part.quiesce()
+
     def finish(self) -> None:
         for part in self._parts:
             part.finish()
@@ -478,6 +482,9 @@ class DiskDevice:
             self._write(piece.segment, data.numpy().data, 0)
 
     def synchronize(self) -> None:
+        pass
+
+    def quiesce(self) -> None:
         pass
 
     def finish(self) -> None:

@@ -33,6 +33,7 @@ from cluster.messages import (
     RankUpdate,
     SlotHolder,
 )
+from cluster.planning.packed_plan import SharedTables
 from cluster.telemetry.chunk_map import NodeView, least_done, runs_of
 from cluster.telemetry.metrics import BoundedLabels
 from cluster.telemetry.report import NodeReport
@@ -142,13 +143,19 @@ class NodeLedger:
             None: the job has its slots, and `begin` must follow. True: its load is already here. False: others have
             the slots.
 
+        A job of another revision takes the place of a load that was updated: its ranks have the new contents, or get
+        them.
+
         Raises:
             ArenaTooSmall: The arena can never hold the job.
             LoadCancelled: The load was ended before this message came.
             RevisionMismatch: Other readers of the group read another revision.
         """
+        same = job.part in self._loads and job.revision == self._loads[job.part].job.revision
+        if job.part in self._loads and not (same or job.on_demand or job.process is not None):
+            self._end_part(job.part, now_s)
         if job.part in self._loads:
-            if job.revision != self._loads[job.part].job.revision:
+            if not same:
                 raise RevisionMismatch(
                     "the readers of the group read another revision of the model",
                     hint="it was published again meanwhile: start all processes of the group again",
@@ -158,7 +165,8 @@ class NodeLedger:
             self._loads[job.part].apply_again(job)
             return True
         ended = self._ended.get(job.part)
-        if ended is not None and job.on_demand:  # all readers of the group had left, and now others come
+        updated = ended is not None and job.revision != ended.job.revision
+        if ended is not None and (job.on_demand or updated):  # all readers of the group had left, and now others come
             self._counters.finish(self._ended.pop(job.part))
         elif ended is not None and ended.error is not None:
             raise ended.error
@@ -231,10 +239,13 @@ class NodeLedger:
             self._ended_unknown[load_id] = None
             _keep_last(self._ended_unknown)
         for load in parts:
-            self._ended[load.job.part] = self._loads.pop(load.job.part)
-            for forgotten in _keep_last(self._ended):
-                self._counters.finish(forgotten)
-            self._wake(load.end(now_s))
+            self._end_part(load.job.part, now_s)
+
+    def _end_part(self, part: tuple[str, int], now_s: float) -> None:
+        load = self._ended[part] = self._loads.pop(part)
+        for forgotten in _keep_last(self._ended):
+            self._counters.finish(forgotten)
+        self._wake(load.end(now_s))
 
     def leave(self, load_id: str) -> None:
         """Forget a worker group's member after its process has released the load's rank."""
@@ -277,6 +288,10 @@ class NodeLedger:
         Changes nothing, not even the order in which chunks were last used.
         """
         return [(key in self._cache, self._disk.has(key)) for key in keys]
+
+    def tables(self, load_id: str) -> SharedTables:
+        """Return the tables of a load, for a coordinator that lost them. Raises ModelNotFound."""
+        return self._known_parts(load_id)[0].tables
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
@@ -344,6 +359,8 @@ class NodeLedger:
         load = self._find(hello.load_id, hello.attempt)
         if load is None or (load.job.on_demand and load.job.part in self._ended):
             return False  # readers begin a group anew that all had left
+        if hello.revision and hello.revision != load.job.revision:
+            return False  # the model is being updated: one of both comes with the other's revision soon
         load.check_chunks(hello)
         load.former_lets_go(hello)
         place = load.ranks.get(hello.rank)
@@ -480,6 +497,7 @@ class NodeLedger:
                     load.complete,
                     label(load.job.model),
                     () if load.peers is None else load.peers.left_out,
+                    load.job.revision,
                 )
                 for load in loads
             ),

@@ -21,6 +21,7 @@ from actors.node.object_checks import KeptSpans, ObjectChecks
 from actors.node.peer_exchange import PeerExchange
 from cluster.errors import LoadCancelled
 from cluster.messages import LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
+from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.concurrency import RequestLimit
 from cluster.telemetry.chunk_map import PartView, letters_of, shards_of
 from cluster.telemetry.report import NodeReport
@@ -170,6 +171,11 @@ class NodeLoad:
         if not 0 <= chunk < len(keys.tables.chunks) or not keys.published(chunk)[0]:
             return b"", 0
         return keys[chunk] if self._disk.on_disk(keys[chunk]) else b"", self.chunk_bytes(chunk)
+
+    @property
+    def tables(self) -> SharedTables:
+        """The load's tables."""
+        return self._flow.keys.tables
 
     def chunk_bytes(self, chunk: int) -> int:
         """Return the size of a chunk."""

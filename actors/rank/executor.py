@@ -27,7 +27,7 @@ from actors.rank.loader import MESSAGE_NUMBERS, ChunkLoader, RankWork
 from actors.rank.state import RankIdentity, RankState
 from cluster.errors import empty_frames
 from cluster.messages import DIRECT, RankJob
-from cluster.planning.packed_plan import unpack_shared
+from cluster.planning.packed_plan import SharedTables, unpack_shared
 from cluster.planning.plan import RankPlan
 from cluster.telemetry.logs import LogFields
 from cluster.telemetry.stats import RankReport, RankStats, StageTimes
@@ -139,13 +139,17 @@ class RankLoader(ChunkLoader):
         device: Device | Callable[[RankPlan], Device],
         *,
         store: ObjectStore | None = None,
+        plan_of: Callable[[SharedTables], RankPlan] | None = None,
     ) -> None:
-        """`device`: the rank's device, or a function that creates it from the rank's plan."""
+        """`device`: the rank's device, or a function that creates it from the rank's plan.
+
+        `plan_of`: makes that plan. None: the tables' own, in fresh memory.
+        """
         self._job = job
         store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
         self._meter = RankMeter()
         tables = unpack_shared(job.shared)
-        self.plan = tables.rank_plan(job.rank)
+        self.plan = tables.rank_plan(job.rank) if plan_of is None else plan_of(tables)
         self._device = device(self.plan) if callable(device) else device
         self._placer = ChunkPlacer(self._device, self.plan, tables)
         if self.plan.staged and self._device.receives:  # (a GPU's thread imports it anyway)
@@ -162,6 +166,7 @@ class RankLoader(ChunkLoader):
             heartbeat_s=job.fetch.heartbeat_s,
             direct=direct,
             choose=choose,
+            revision=job.revision,
         )
         super().__init__(link, job.load_id, state, fetcher, store, RankWork(state, fetcher))
 

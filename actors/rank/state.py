@@ -137,6 +137,7 @@ class RankState:
         requests: int = START,
         direct: tuple[int, ...] = (),
         choose: Choose | None = None,
+        revision: str = "",
     ) -> None:
         """
         Args:
@@ -146,6 +147,7 @@ class RankState:
             requests: Requests in flight that are allowed before the agent says how many.
             direct: Chunks that the rank can receive in its own memory.
             choose: Picks the readable chunks that may be placed; without it, none is held back.
+            revision: Of the model, as in `RankHello`.
         """
         self.identity = identity
         self.joined = False  # an agent knows this rank
@@ -175,6 +177,7 @@ class RankState:
         self._heartbeat_s = heartbeat_s
         self._direct = direct
         self._choose = choose
+        self._revision = revision
         self._finishing = False  # a drain lets chunks arrive of which a part is there
         self._abandoned = False  # nobody wants what the drain waits for
         self._returning = 0  # pauses that are over, and have no place yet
@@ -356,6 +359,7 @@ class RankState:
             others=others,
             direct=self._direct,
             fetched=by_source(self.sources),
+            revision=self._revision,
         )
         return self._asked
 

@@ -26,6 +26,7 @@ from cluster.command_line.arguments import (
     interval_of,
     number_from_0,
     port_of,
+    seconds_of,
     size_of,
 )
 from cluster.command_line.help_texts import LOAD, SHELLS, run_completion
@@ -109,6 +110,27 @@ def _release_each(
                 failed[model_id] = error
                 write_line(sys.stderr, f"longshore: {model_id}: {error}")
     return results, failed
+
+
+def run_update(args: argparse.Namespace) -> int:
+    """Update a resident model in place, and print the report."""
+    from cluster import client
+    from cluster.command_line.tables import cell
+    from cluster.command_line.watch_commands import full_id
+
+    model_id = full_id(args.model, client.status(args.address))
+    report = client.update(
+        model_id,
+        args.uri,
+        revision=args.revision,
+        streaming=args.streaming,
+        signed_name=args.signed_name,
+        timeout_s=args.timeout,
+        address=args.address,
+        **given_options(args, STORE),
+    )
+    answer(args, report.as_dict(), lambda: cell(str(report)))
+    return OK
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -245,6 +267,13 @@ def add_cluster_verbs(verbs: Verbs) -> None:
     logs.add_argument("--tail", type=count, metavar="N", help="only the last N lines (default: all)")
     logs.add_argument("--follow", action="store_true", help="go on until Ctrl-C")
     add_address(logs)
+
+    update = add_verb(verbs, "update", run_update, "MODEL")
+    update.add_argument("uri", nargs="?", metavar="URI", help="of the new revision (default: the model's own)")
+    update.add_argument("--streaming", action="store_true", help="stage nothing; a failure breaks the model")
+    update.add_argument("--timeout", type=seconds_of, metavar="SECONDS", help="then stop waiting for it")
+    add_address(update)
+    add_options(update, (*STORE, "revision", "signed_name"))
 
     release = add_verb(verbs, "release", run_release)
     release.add_argument("model_id", nargs="?", metavar="MODEL_ID", help=LOAD)

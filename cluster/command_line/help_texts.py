@@ -175,6 +175,20 @@ PAGES = {
         ),
         (7,),
     ),
+    "update": Page(
+        "give a resident model the contents of another revision, in place",
+        (
+            "Compares the manifests, reads only the chunks that differ, and gives the tensors of every rank their new "
+            "contents: all ranks, or none. What changed is staged in host memory beside the model first; --streaming "
+            "needs no such memory, but a failure in its middle breaks the model until it is updated again.",
+        ),
+        (
+            "longshore update llama-70b-3f9a21c4",
+            "longshore update llama-70b-3f9a21c4 s3://models/llama-70b/step-2000",
+        ),
+        (3, 4, 5, 6, 7),
+        LOAD,
+    ),
     "release": Page(
         "free resident models",
         (

@@ -248,6 +248,46 @@ def host_bytes(rank: RankFacts, device: str) -> int:
     return sizes.get(CPU, 0) + (rank.staging_bytes if converts else 0)
 
 
+def check_update_fit(
+    ranks: Mapping[int, RankFacts],
+    rank_nodes: Mapping[int, int],
+    nodes: Sequence[NodeInfo],
+    config: Config,
+    device: str,
+    *,
+    streaming: bool,
+    claims: Collection[Claim] = (),
+) -> DoesNotFit | None:
+    """Return an error that lists every host that lacks memory for what an update stages, or None when all fit.
+
+    `ranks` are the facts of what changed. It is staged in host memory, whatever the device. A streaming update needs
+    memory only for tensors that are converted, on the rank's device.
+    """
+    needs: dict[int, NodeNeed] = {}
+    problems: list[str] = []
+    for index in sorted(set(rank_nodes.values())):
+        here = [rank for rank, at in rank_nodes.items() if at == index]
+        converted = {(rank, 0): ranks[rank].staging_bytes for rank in here if ranks[rank].staging_bytes}
+        on_host = sum(ranks[rank].device_bytes + ranks[rank].staging_bytes for rank in here)
+        if streaming:
+            on_host = sum(converted.values()) if device == "cpu" else 0
+        needs[index] = NodeNeed(len(here), on_host)
+        rooms = [room_on(gpu, ANY_FIT, config) for gpu in nodes[index].gpus]
+        if streaming and device == "cuda" and (problem := device_problem(nodes[index].host, converted, rooms)):
+            problems.append(problem)
+    problems += room_problems(nodes, needs, claims, config)
+    if not problems:
+        return None
+    hint = "release another model, or spread the model over more nodes"
+    if not streaming:
+        hint += ", or use streaming=True: it stages nothing, but a failure in its middle breaks the model"
+    return DoesNotFit(
+        f"the update does not fit beside the model: {'; '.join(problems[:SHOWN])}",
+        hint=hint,
+        need_bytes=sum(need.tensor_bytes for need in needs.values()),
+    )
+
+
 def check_fit(
     plan: PlannedRanks,
     rank_nodes: Sequence[int] | Mapping[int, int],

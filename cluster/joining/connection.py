@@ -275,6 +275,17 @@ class Connection(CoordinatorLine):
             self._held.pop(model_id, None)
             self._access.pop(model_id, None)
 
+    def access_of(self, model_id: str) -> StoreAccess | None:
+        """Return this process's access to a model that it holds; None when it holds none."""
+        with self._held_lock:
+            return self._access.get(model_id)
+
+    def read_with(self, model_id: str, access: StoreAccess) -> None:
+        """Note that a model which this process holds is read so from now on."""
+        with self._held_lock:
+            if model_id in self._access:
+                self._access[model_id] = access
+
     def holds(self, model_id: str) -> bool:
         """Return whether this process holds the model."""
         with self._held_lock:

@@ -21,7 +21,8 @@ from cluster.config import TrustPolicy
 from cluster.fit.options import AUTO
 from cluster.fit.search import Limits, PlannedChange, changes_to_offer, steps_of_auto
 from cluster.planning.make_plan import prepare_changes, prepare_plan, still_current
-from cluster.planning.packed_plan import PackedPlan, pack_shared, rank_facts
+from cluster.planning.packed_plan import PackedPlan, pack_shared, rank_facts, unpack_shared
+from cluster.planning.update_plan import PackedUpdate, check_update, find_changes, update_tables
 from cluster.precision.written_quantization import quantization_config
 from cluster.request import LoadRequest
 from cluster.telemetry.report import ProcessMemory
@@ -76,13 +77,33 @@ class PlanningServer:
                 enough=lambda: purpose != AUTO and time.monotonic() > until_s,
             )
 
+    def update(self, request: LoadRequest, trust: TrustPolicy, old: bytes, all_changed: bool) -> PackedUpdate:
+        """Return what of the request's model differs from the one with the packed tables `old`.
+
+        `all_changed`: trust nothing that ranks hold. Raises as `prepare_plan` does, and UpdateRefused.
+        """
+        packed = self.prepare(request, trust)
+        with without_collector():
+            before, after = unpack_shared(old), unpack_shared(packed.shared)
+            check_update(before, after)
+            changes = find_changes(before, after, all_changed=all_changed)
+            tables = update_tables(after, changes)
+            return PackedUpdate(
+                plan=packed,
+                shared=pickle.dumps(tables, protocol=5) if len(changes.tensors) else b"",
+                ranks=rank_facts(tables.cut, tables.chunks.largest_bytes),
+                tensors=len(after.cut),
+                changed_tensors=len(changes.tensors),
+                changed_bytes=int(tables.chunks.sizes_bytes().sum()),
+            )
+
     def is_current(self, request: LoadRequest, revision: str, trust: TrustPolicy) -> bool:
         """Return whether the store still has that revision."""
         return still_current(request, revision, self._read_timeout_s, trust)
 
     def answer(self, verb: str, args: tuple[Any, ...]) -> Any:
         """Return the result of the method that `verb` names, or its error as a LongshoreError."""
-        verbs = {"prepare": self.prepare, "changes": self.changes, "is_current": self.is_current}
+        verbs = {"prepare": self.prepare, "changes": self.changes, "is_current": self.is_current, "update": self.update}
         try:
             return verbs[verb](*args)  # type: ignore[operator]
         except LongshoreError as error:

@@ -352,6 +352,16 @@ class RecordedAmax:
     ends: NDArray[np.int64]  # (m,) where each tensor's maxima end in `values`
     values: Amax
 
+    def select(self, tensors: NDArray[np.int64]) -> RecordedAmax:
+        """Return the maxima of these tensors, numbered by their places among them. `tensors` ascend."""
+        at = np.searchsorted(self.tensors, tensors)
+        at[at == len(self.tensors)] = 0
+        has = np.flatnonzero(self.tensors[at] == tensors) if len(self.tensors) else np.empty(0, np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), self.ends])
+        values = [self.values[starts[row] : self.ends[row]] for row in at[has].tolist()]
+        ends = np.cumsum([len(each) for each in values], dtype=np.int64)
+        return RecordedAmax(has.astype(np.int32), ends, np.concatenate([np.zeros(0, np.float32), *values]))
+
     def part(self, tensor: int, shape: tuple[int, ...], scale: str, region: Region) -> Amax:
         """Return the maxima for the region of one tensor: (rows,) or (1,), for experts (experts, rows) or (experts,).
 

@@ -210,6 +210,13 @@ class ClusterMetrics:
         """Note the state of a load; again, it changes nothing. `adopted`: an earlier coordinator began it."""
         self._loads.note(view, self._labels(view.model), now_s, adopted=adopted)
 
+    def updated(self, model: str, outcome: str, changed_bytes: int) -> None:
+        """Note the end of an update of a model."""
+        label = self._labels(model)
+        for each in ("done", "failed", "broken"):
+            self._add(metrics.UPDATES_FINISHED, (label, each), int(each == outcome))
+        self._add(metrics.UPDATE_CHANGED_BYTES, (label,), changed_bytes)
+
     def keep(self, node_ids: Collection[str], load_ids: Collection[str], now_s: float) -> None:
         """All other nodes are gone, and other loads forgotten. Counters of agents stay for GONE_S after their end."""
         self._loads.keep(load_ids)

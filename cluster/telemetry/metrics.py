@@ -131,6 +131,14 @@ LOAD_STATE_DURATION = _family(
     "state",
     "How long loads stayed in a state that is not the last: planning, waiting, starting, loading, degraded.",
 )
+UPDATES_FINISHED = _counter(
+    "updates_finished",
+    "model outcome",
+    "Updates in place that ended: done, failed (every rank has the old revision), broken (a streaming update failed).",
+)
+UPDATE_CHANGED_BYTES = _counter(
+    "update_changed_bytes", "model", "Bytes of changed chunks in updates that are done, each counted once."
+)
 LOADS = _gauge("loads", "model state", "Loads and resident models, by state; see docs/load_states.md.")
 LOAD_ELAPSED = _gauge(
     "load_elapsed_seconds", "model state", "How long the oldest load has been in a state in which it is not usable."

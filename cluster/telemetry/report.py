@@ -446,6 +446,7 @@ class ModelStatus(Jsonable):
     taken: str = ""  # what fit="auto" changed so that it fits
     ranks: tuple[RankStatus, ...] = ()
     ended_age_s: float = 0.0  # how long ago it failed or was released
+    update: str = ""  # what an update in place does, or how the last one ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,4 +70,4 @@ class EarlyReader:
             return None
         call = worker.call.options(concurrency_group="call")
         packed = pack_call(fits_no_layout, (str(self._folder), self._case.layouts, KV_HEADS), {})
-        return list(result_of(0, ray.get(call.remote(assigned[0], packed, "early"), timeout=ANSWER_S)))
+        return list(result_of(0, ray.get(call.remote(assigned.load_id, packed, "early"), timeout=ANSWER_S)))

@@ -1,0 +1,89 @@
+"""The client's side of an update in place: the request, and the wait for its end.
+
+The client chooses the update's id, so asking again, of a restarted coordinator too, begins nothing twice.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass, field, replace
+
+from cluster.errors import LoadCancelled, LoadTimeout
+from cluster.joining.connection import Connection
+from cluster.joining.patience import Patience
+from cluster.options import check_revision, check_signed_name
+from cluster.request import StoreAccess, StoreOptions, UpdateRequest
+from cluster.telemetry.update_report import UpdateReport
+from storage.store_ref import Credentials, StoreRef
+
+WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """The options of an update; see `cluster.update`."""
+
+    uri: str | os.PathLike[str] | None = None
+    revision: str | None = None
+    streaming: bool = False
+    signed_name: str | None = None
+    store: StoreOptions = field(default_factory=StoreOptions)
+    credentials: Credentials | None = None
+
+    def request(self, client_id: str, known: StoreAccess | None) -> UpdateRequest:
+        """Return the request. `known`: this client's access to the model, or the place that the cluster knows.
+
+        Raises InvalidUri, UnsupportedStore, ConfigError.
+        """
+        asked = UpdateRequest(
+            uuid.uuid4().hex[:16],
+            client_id,
+            revision=check_revision(self.revision) or "",
+            signed_name=check_signed_name(self.signed_name) or "",
+            streaming=self.streaming,
+        )
+        if self.uri is None:
+            return asked
+        options = self.store if known is None else _beside(self.store, known.ref)
+        ref, only_key = options.resolve(self.uri)
+        credentials = self.credentials
+        if credentials is None and known is not None and replace(ref, prefix="") == replace(known.ref, prefix=""):
+            credentials = known.credentials
+        if credentials is not None:
+            ref = replace(ref, options=credentials.place())
+        uri = f"{ref.uri}/{only_key}" if only_key else ref.uri
+        return replace(asked, uri=uri, store=StoreAccess(ref, credentials), only_key=only_key)
+
+
+def _beside(options: StoreOptions, ref: StoreRef) -> StoreOptions:
+    """Return the options, with those of the model's own store where none are given."""
+    return StoreOptions(
+        options.endpoint_url or ref.endpoint_url,
+        options.region or ref.region,
+        options.profile or ref.profile,
+        options.anonymous or ref.anonymous,
+    )
+
+
+def update_on(connection: Connection, model_id: str, options: UpdateOptions, patience: Patience) -> UpdateReport:
+    """Update a model and wait for the end. Raises the update's error; LoadTimeout, LoadCancelled: it goes on then."""
+    known = connection.access_of(model_id)
+    if known is None and options.uri is not None:
+        known = connection.call("request_of", model_id, patience=patience).store
+    asked = options.request(connection.client_id, known)
+    doing = ""
+    while True:
+        try:
+            doing, report, error = connection.call(
+                "update", model_id, asked, patience.left_s(WAIT_S), patience=patience
+            )
+        except (LoadTimeout, LoadCancelled) as late:
+            raise late.with_details(model=model_id, update=asked.update_id, doing=doing) from None
+        if error is not None:
+            raise error
+        if report is not None:
+            if asked.store is not None:
+                connection.read_with(model_id, asked.store)
+            done: UpdateReport = report
+            return done
