@@ -1,0 +1,54 @@
+"""Functions that ranks of a training job call in tests of saving (`tests.support.gloo_ranks`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from actors.handover.modules import as_dtensor, wanted_part
+from actors.saving.hf_names import held_parts, stored_tensors
+from tests.support.hf_models import make_tiny
+
+
+def sharded_model(family: str, *, wrap_layers: bool = True) -> Any:
+    """Return the tiny model of a family, its parameters cut by FSDP2 over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_tiny(family)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if wrap_layers:
+        for module in list(model.modules()):
+            if type(module).__name__.endswith(("DecoderLayer", "VisionBlock")):
+                fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def held_boxes(tensor: torch.Tensor) -> list[Any]:
+    """Return the boxes that this rank has of a tensor of a state dict, each with its values."""
+    whole = as_dtensor(tensor)
+    if whole is None:
+        return [(((0,) * tensor.ndim, tuple(tensor.shape)), tensor)] if dist.get_rank() == 0 else []
+    local = whole.to_local()
+    boxes = []
+    for (offsets, sizes), place in wanted_part(whole).boxes():
+        boxes.append(((offsets, sizes), local[tuple(slice(a, a + n) for a, n in zip(place, sizes, strict=True))]))
+    return boxes
+
+
+def write_parts(folder: str, families: list[str]) -> None:
+    """Write what this rank holds of the stored tensors of each family: one file, names with offsets."""
+    for family in families:
+        model = sharded_model(family)
+        state = model.state_dict()
+        stored = stored_tensors({name: (tuple(t.shape), t.dtype) for name, t in state.items()}, model)
+        held = {name: (tuple(t.shape), held_boxes(t)) for name, t in state.items()}
+        parts = {
+            f"{name}@{','.join(map(str, at))}": values.clone(memory_format=torch.contiguous_format)
+            for name, at, values in held_parts(stored, held)
+        }
+        save_file(parts, f"{folder}/{family}-{dist.get_rank()}.safetensors")
