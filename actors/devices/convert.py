@@ -312,3 +312,9 @@ def _blocks(ranges: Sequence[Range], weight: torch.Tensor) -> list[Range]:
     """Split the ranges of rows into blocks of a few rows."""
     step = max(1, _at_once(weight) // max(1, weight.shape[1]))
     return [(at, min(at + step, end)) for first, end in ranges for at in range(first, end, step)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return safetensors' name of a dtype, such as "BF16"; torch's own name if the format has none."""
+    own = str(dtype).removeprefix("torch.")
+    return next((name for name, attribute in _TORCH_NAMES.items() if attribute == own), own)

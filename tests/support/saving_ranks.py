@@ -52,3 +52,35 @@ def write_parts(folder: str, families: list[str]) -> None:
             for name, at, values in held_parts(stored, held)
         }
         save_file(parts, f"{folder}/{family}-{dist.get_rank()}.safetensors")
+
+
+def trained(family: str, steps: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """Return a sharded model with an AdamW and a scheduler, after some steps."""
+    model = sharded_model(family).float()
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in named.items() if "norm" not in name], "lr": 0.01, "weight_decay": 0.1},
+        {"params": [p for name, p in named.items() if "norm" in name], "lr": 0.02, "betas": (0.8, 0.9)},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3], gamma=0.5)
+    torch.manual_seed(7)
+    for _ in range(steps):
+        tokens = torch.randint(0, 96, (2, 8))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+def whole_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's flattened state with whole tensors. Every rank must call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    for name, value in state.items():
+        whole = as_dtensor(value) if isinstance(value, torch.Tensor) else None
+        state[name] = value if whole is None else whole.full_tensor()
+    return state

@@ -47,6 +47,7 @@ AT_MODULE_LEVEL = {
         "actors/handover/module_places",
         "actors/reader/lazy_tensor",
         "actors/saving/hf_names",
+        "actors/saving/training_state",
         "engines/transformers",
         "engines/vllm",
     },
