@@ -5,7 +5,7 @@ makes them again. Here that function gets tensors that have a shape and no memor
 a `Mosaic`. So nothing is gathered, and no rule of a family is written down here.
 
     state dict's names, shapes --revert_weight_conversion over traced tensors--> StoredTensor: name, dtype, mosaic
-    StoredTensor + the boxes that a rank holds of the state dict --held_parts--> boxes of stored tensors, as views
+    StoredTensor + a rank's state dict --as_stored--> the same tensors, and boxes of those that are split or joined
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import copy
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from actors.saving.boxed import SourceBoxes, boxed_view
 from cluster.errors import SaveRefused
-from cluster.layouts.region import Box
-from cluster.saving.names import Mosaic, cat, parts_of_box, stored_names
+from cluster.saving.names import Mosaic, cat, stored_names
 from storage.errors import DependencyChanged
 from storage.problems import quote
 
@@ -69,24 +69,41 @@ def stored_tensors(
     return tuple(StoredTensor(name, tensor.dtype, tensor.mosaic) for name, tensor in traced.items())
 
 
-def held_parts(
-    stored: Sequence[StoredTensor], held: Mapping[str, tuple[tuple[int, ...], Sequence[tuple[Box, torch.Tensor]]]]
-) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes of stored tensors that a rank holds: name, offsets and values, which are views.
+def as_stored(state: Mapping[str, Any], model: torch.nn.Module | None = None) -> dict[str, Any]:
+    """Return a state dict with the names, shapes and order in which `save_pretrained` writes it. Nothing is copied.
 
     Args:
-        stored: What `stored_tensors` returned.
-        held: Per name of the state dict, the whole shape, and the boxes of it that this rank holds with their values.
+        state: This rank's state dict: plain tensors, DTensors, or ShardedTensors of FSDP1.
+        model: The module that it is of, in any wrapper, or None; see `stored_tensors`.
+
+    Returns:
+        Values of `state`, and for tensors that are stored in another shape, views and `BoxedTensor`.
+
+    Raises:
+        SaveRefused: See `stored_tensors`.
+        DependencyChanged: See `stored_tensors`.
     """
-    for tensor in stored:
-        for source in dict.fromkeys(piece.source for piece in tensor.mosaic.pieces):
-            shape, boxes = held.get(source, ((), ()))
-            for box, values in boxes:
-                for part in parts_of_box(tensor.mosaic, source, shape, box):
-                    strides = [values.stride(of) * step for of, step in part.steps] if values.ndim else []
-                    start = sum(first * stride for first, stride in zip(part.first, values.stride(), strict=True))
-                    view = torch.as_strided(values, part.sizes, strides, values.storage_offset() + start)
-                    yield tensor.name, part.at, view
+    shapes = {name: (tuple(value.size()), value.dtype) for name, value in state.items() if _is_tensor(value)}
+    made: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
+    for tensor in stored_tensors(shapes, model):
+        names = list(dict.fromkeys(piece.source for piece in tensor.mosaic.pieces))
+        if not names or (len(names) == 1 and tensor.mosaic.is_whole(names[0], shapes[names[0]][0])):
+            made[tensor.name] = state[names[0]] if names else torch.empty(tensor.mosaic.shape, dtype=tensor.dtype)
+            continue
+        for name in names:
+            if name not in sources:
+                try:
+                    sources[name] = SourceBoxes(state[name])
+                except TypeError:
+                    sources[name] = state[name]
+        made[tensor.name] = boxed_view(tensor.mosaic, tensor.dtype, sources)
+    given = [name for name in state if name not in shapes]
+    return made | {stored: state[name] for name, stored in stored_names(given).items()}
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "size") and hasattr(value, "dtype")
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

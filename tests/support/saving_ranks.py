@@ -9,7 +9,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from actors.handover.modules import as_dtensor, wanted_part
-from actors.saving.hf_names import held_parts, stored_tensors
+from actors.saving.boxed import BoxedTensor
+from actors.saving.hf_names import as_stored
 from tests.support.hf_models import make_tiny
 
 
@@ -28,28 +29,28 @@ def sharded_model(family: str, *, wrap_layers: bool = True) -> Any:
     return model
 
 
-def held_boxes(tensor: torch.Tensor) -> list[Any]:
-    """Return the boxes that this rank has of a tensor of a state dict, each with its values."""
+def held_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Return the boxes that this rank has of a tensor to be stored, by their offsets."""
+    if isinstance(tensor, BoxedTensor):
+        return list(tensor.local.items())
     whole = as_dtensor(tensor)
     if whole is None:
-        return [(((0,) * tensor.ndim, tuple(tensor.shape)), tensor)] if dist.get_rank() == 0 else []
+        return [((0,) * tensor.ndim, tensor)] if dist.get_rank() == 0 else []
     local = whole.to_local()
-    boxes = []
-    for (offsets, sizes), place in wanted_part(whole).boxes():
-        boxes.append(((offsets, sizes), local[tuple(slice(a, a + n) for a, n in zip(place, sizes, strict=True))]))
-    return boxes
+    return [
+        (offsets, local[tuple(slice(a, a + n) for a, n in zip(place, sizes, strict=True))])
+        for (offsets, sizes), place in wanted_part(whole).boxes()
+    ]
 
 
 def write_parts(folder: str, families: list[str]) -> None:
     """Write what this rank holds of the stored tensors of each family: one file, names with offsets."""
     for family in families:
         model = sharded_model(family)
-        state = model.state_dict()
-        stored = stored_tensors({name: (tuple(t.shape), t.dtype) for name, t in state.items()}, model)
-        held = {name: (tuple(t.shape), held_boxes(t)) for name, t in state.items()}
         parts = {
             f"{name}@{','.join(map(str, at))}": values.clone(memory_format=torch.contiguous_format)
-            for name, at, values in held_parts(stored, held)
+            for name, tensor in as_stored(model.state_dict(), model).items()
+            for at, values in held_boxes(tensor)
         }
         save_file(parts, f"{folder}/{family}-{dist.get_rank()}.safetensors")
 

@@ -46,6 +46,7 @@ AT_MODULE_LEVEL = {
         "actors/handover/modules",
         "actors/handover/module_places",
         "actors/reader/lazy_tensor",
+        "actors/saving/boxed",
         "actors/saving/hf_names",
         "actors/saving/training_state",
         "engines/transformers",
