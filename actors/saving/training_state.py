@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from actors.devices.convert import dtype_name
+from actors.devices.convert import stored_dtype
 from actors.handover.modules import as_dtensor, wanted_part
 from cluster.errors import ConfigError, ModuleMismatch
 from cluster.saving.values import decode_values, encode_values
@@ -173,7 +173,7 @@ def _load_optimizer(model: torch.nn.Module, optimizer: Optimizers, saved: dict[s
             problems.add(f"{quote(name)} is a tensor here or in the saved state, not in both")
         elif isinstance(own[name], torch.Tensor):
             found = stored.get_slice(saved[name])
-            here = (dtype_name(own[name].dtype), list(own[name].shape))
+            here = (stored_dtype(own[name].dtype), list(own[name].shape))
             if here != (found.get_dtype(), found.get_shape()):
                 problems.add(
                     f"{quote(name)} is {here[0]} {here[1]} here, saved {found.get_dtype()} {found.get_shape()}"
