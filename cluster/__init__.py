@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from actors.reader.open_model import OpenModel as OpenModel
     from actors.reader.open_model import TensorSlice as TensorSlice
     from actors.reader.open_model import safe_open as safe_open
+    from actors.saving.background import asave as asave
+    from actors.saving.handles import SaveHandle as SaveHandle
+    from actors.saving.loaded import save_loaded as save_loaded
     from actors.saving.save import SaveReport as SaveReport
     from actors.saving.save import save as save
     from actors.saving.training_state import load_training_state as load_training_state
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from cluster.errors import ModuleMismatch as ModuleMismatch
     from cluster.errors import NoCoordinator as NoCoordinator
     from cluster.errors import NodeLost as NodeLost
+    from cluster.errors import NoRoomToStage as NoRoomToStage
     from cluster.errors import NotEnoughResources as NotEnoughResources
     from cluster.errors import PackageMissing as PackageMissing
     from cluster.errors import PlanError as PlanError
@@ -129,6 +133,9 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "actors.hosting": "host_rank",
     "actors.reader.open_model": "OpenModel TensorSlice safe_open",
+    "actors.saving.background": "asave",
+    "actors.saving.handles": "SaveHandle",
+    "actors.saving.loaded": "save_loaded",
     "actors.saving.save": "SaveReport save",
     "actors.saving.training_state": "load_training_state",
     "cluster.client": (
@@ -140,9 +147,9 @@ _EXPORTS = {
         "AgentEnded CallTimeout ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit "
         "DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
-        "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
-        "RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound UnknownFamily "
-        "VersionMismatch"
+        "ModelNotFound ModuleMismatch NoCoordinator NodeLost NoRoomToStage NotEnoughResources PackageMissing "
+        "PlanError RankLost RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
+        "UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

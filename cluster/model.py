@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
+import os
 import threading
 import time
 import uuid
@@ -321,6 +322,20 @@ class LoadedModel:
         """Run `state_dict` without blocking the event loop. Cancelling the task ends the wait."""
         rank, timeout_s = self._checked_rank(rank), checked_timeout(timeout_s)
         return await _until_cancelled(lambda cancelled: dict(self._tensors(cancelled, rank, timeout_s)))
+
+    def save(self, uri: str | os.PathLike[str], **options: Any) -> Any:
+        """Save the model as its ranks hold it, as one published checkpoint. See `save_loaded`.
+
+        Args:
+            uri: Folder of the checkpoint, in a store or on a file system that the nodes share.
+            **options: Keyword arguments of `save_loaded`.
+
+        Returns:
+            A `SaveReport`: what was written.
+        """
+        from cluster import save_loaded
+
+        return save_loaded(self, uri, **options)
 
     def release(self) -> None:
         """Release this hold. Memory is freed when no other client holds the model and it is not kept. Idempotent."""

@@ -145,12 +145,14 @@ def config_folder(
     return path
 
 
-def read_small_file(model_uri: str, key: str, *, config: Config | None = None, **options: Any) -> tuple[bytes, str]:
+def read_small_file(
+    model_uri: str, key: str | re.Pattern[str], *, config: Config | None = None, **options: Any
+) -> tuple[bytes, str]:
     """Return a small file of a model, verified if it was published, and the revision that it belongs to.
 
     Args:
         model_uri: As for `load`: a folder with shards.
-        key: Path of the file in the folder.
+        key: Path of the file in the folder, or a pattern that the path matches; the first such file is read.
         config: Settings; None reads them from the environment.
         **options: Where and how the store is reached, as for `config_folder`.
 
@@ -165,11 +167,14 @@ def read_small_file(model_uri: str, key: str, *, config: Config | None = None, *
     own.source_rules().check(request.store.ref, given.credentials)
     with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)) as store:
         index = read_index(store, request, chunk_bytes=own.chunk_bytes, trust=TrustPolicy.of(own))
-        found = next((file for file in index.files if file.key == key), None)
+        pattern = re.compile(re.escape(key)) if isinstance(key, str) else key
+        found = next((file for file in index.files if pattern.fullmatch(file.key)), None)
         if found is None:
-            raise ObjectNotFound(f"the model has no file {quote(key)}", uri=request.uri)
+            raise ObjectNotFound(f"the model has no file {quote(pattern.pattern)}", uri=request.uri)
         if found.size_bytes > MAX_TOTAL_BYTES:
-            raise ModelConfigError(f"{key} has {found.size_bytes} bytes; at most {MAX_TOTAL_BYTES} are read")
+            raise ModelConfigError(
+                f"{quote(found.key)} has {found.size_bytes} bytes; at most {MAX_TOTAL_BYTES} are read"
+            )
         return read_other_file(store, found), index.revision
 
 

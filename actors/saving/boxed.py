@@ -7,6 +7,7 @@ expert of many that are fused.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,8 @@ class SourceBoxes:
 
     def __init__(self, value: Any) -> None:
         """Read a DTensor or FSDP1's ShardedTensor. Raises TypeError for other tensors, which are whole."""
+        if isinstance(value, BoxedTensor) or not hasattr(value, "size"):
+            raise TypeError(f"{type(value).__name__} is not cut by torch")
         self.shape = tuple(value.size())
         self._held: list[tuple[int, Box]] = []
         self._local: dict[Box, torch.Tensor] = {}  # this rank's
@@ -70,21 +73,45 @@ class SourceBoxes:
 
     def _read_dtensor(self, value: Any) -> None:
         mesh = value.device_mesh
-        cuts = [
+        cuts = tuple(
             (number, placement.dim % len(self.shape), int(getattr(placement, "split_factor", 1)))
             for number, placement in enumerate(value.placements)
             if getattr(placement, "dim", None) is not None
-        ]
-        ranks = mesh.mesh.reshape(-1).tolist()
-        for rank, here in zip(ranks, itertools.product(*map(range, mesh.mesh.shape)), strict=True):
-            region = dtensor_region(
-                self.shape, [MeshCut(dim, mesh.size(number), here[number], groups) for number, dim, groups in cuts]
-            )
-            for box, place in region.boxes():
-                self._held.append((rank, box))
-                if rank == _own_rank():
-                    inside = tuple(slice(at, at + size) for at, size in zip(place, box[1], strict=True))
-                    self._local[box] = value.to_local()[inside]
+        )
+        local, own = value.to_local(), _own_rank()
+        for rank, box, place in _mesh_boxes(
+            self.shape, tuple(mesh.mesh.shape), tuple(mesh.mesh.reshape(-1).tolist()), cuts
+        ):
+            self._held.append((rank, box))
+            if rank == own:
+                self._local[box] = local[tuple(slice(at, at + size) for at, size in zip(place, box[1], strict=True))]
+
+    def as_boxed(self) -> BoxedTensor:
+        """Return the tensor itself as boxes."""
+        boxes = tuple((rank, *box) for rank, box in self._held)
+        return BoxedTensor(self.shape, self.dtype, boxes, {box[0]: values for box, values in self._local.items()})
+
+
+@functools.lru_cache(maxsize=256)
+def _mesh_boxes(
+    shape: tuple[int, ...], mesh: tuple[int, ...], ranks: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]
+) -> tuple[tuple[int, Box, tuple[int, ...]], ...]:
+    """Return the boxes of every rank of a mesh, with their places in the rank's own tensor."""
+    found: list[tuple[int, Box, tuple[int, ...]]] = []
+    for rank, here in zip(ranks, itertools.product(*map(range, mesh)), strict=True):
+        region = dtensor_region(
+            shape, [MeshCut(dim, mesh[number], here[number], groups) for number, dim, groups in cuts]
+        )  # fmt: skip
+        found += [(rank, box, place) for box, place in region.boxes()]
+    return tuple(found)
+
+
+def as_boxed(value: Any) -> Any:
+    """Return a tensor that is cut as boxes, and any other value as it is."""
+    try:
+        return SourceBoxes(value).as_boxed()
+    except TypeError:
+        return value
 
 
 def boxed_view(mosaic: Mosaic, dtype: torch.dtype, sources: Mapping[str, Any]) -> torch.Tensor | BoxedTensor:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import copy
 import math
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,6 +108,32 @@ def _is_tensor(value: object) -> bool:
     return hasattr(value, "size") and hasattr(value, "dtype")
 
 
+def config_files(model: torch.nn.Module | None) -> dict[str, bytes]:
+    """Return config.json and generation_config.json of a model of transformers, as `save_pretrained` writes them.
+
+    Args:
+        model: The module, in any wrapper. Without a config of transformers there are no files.
+    """
+    inner: Any = None if model is None else unwrapped(model)
+    config: Any = getattr(inner, "config", None)
+    if not hasattr(inner, "save_pretrained") or not hasattr(config, "save_pretrained"):
+        return {}
+    config = copy.deepcopy(config)
+    config.architectures = [_own_class(inner).__name__]
+    config.dtype = str(inner.dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        if getattr(inner, "generation_config", None) is not None and inner.can_generate():
+            inner.generation_config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix == ".json"}
+
+
+def _own_class(model: Any) -> Any:
+    """Return the class of a module without the one that `fully_shard` has put before it."""
+    bases = type(model).__bases__
+    return bases[-1] if bases[0].__module__.startswith("torch.distributed") else type(model)
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside DDP, FSDP1, torch.compile, activation checkpointing and DeepSpeed's engine."""
     while not hasattr(model, "save_pretrained"):
@@ -169,13 +197,11 @@ def _without_fsdp_classes(model: Any) -> Any:
     `fully_shard` gives a module a new class, `FSDPLlamaForCausalLM`, so transformers finds no conversions by its name.
     A model that `from_pretrained` made has them with it.
     """
-    bases = type(model).__bases__
-    if getattr(model, "_weight_conversions", None) is not None or not bases[0].__module__.startswith(
-        "torch.distributed"
-    ):
+    own = _own_class(model)
+    if getattr(model, "_weight_conversions", None) is not None or own is type(model):
         return model
     with torch.device("meta"):
-        return bases[-1](copy.deepcopy(model.config))
+        return own(copy.deepcopy(model.config))
 
 
 class _Traced(torch.Tensor):

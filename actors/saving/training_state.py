@@ -10,6 +10,8 @@ reads the same tensors, each rank the boxes that its own DTensors hold.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
     Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 STATE_KEY = "state.json"  # in the folder of the training state
-LINK_KEY = "training.json"  # in the folder of the model: names the folder of the training state
-MAX_LINK_BYTES = 4096
+LINK_KEY = re.compile(r"training/[0-9a-f]{16}\.json")  # beside it; a file of the model, which names the revision
 _NO_TENSORS = "longshore.no_tensors"  # a checkpoint has at least one tensor
 
 
@@ -66,7 +67,7 @@ def collect_state(
 
 
 def load_training_state(
-    uri: str,
+    uri: str | os.PathLike[str],
     model: torch.nn.Module | None = None,
     optimizer: Optimizers | None = None,
     scheduler: Any = None,
@@ -103,6 +104,7 @@ def load_training_state(
         raise ConfigError("an optimizer's state is loaded by the names of a model's parameters", hint="pass model=")
     from actors.reader.open_model import safe_open
 
+    uri = os.fspath(uri)
     try:
         link, _ = read_small_file(uri, LINK_KEY, **options)
     except ObjectNotFound as error:
@@ -125,20 +127,22 @@ def load_training_state(
         return _with_tensors(values.get("extra"), stored)
 
 
-def link_to(folder: str, revision: str) -> bytes:
-    """Return the file beside a model that says where its training state is."""
-    data, _ = encode_values({"folder": folder, "revision": revision}, lambda value: False)
-    return data
+def link_file(number: str, revision: str) -> dict[str, bytes]:
+    """Return the file of a model that says where its training state is: a path and its contents.
+
+    Each save has another path, so that the file of the revision before stays as it is until the new one is visible.
+    """
+    data, _ = encode_values({"folder": f"training/{number}", "revision": revision}, lambda value: False)
+    return {f"training/{number}.json": data}
 
 
 def parse_link(data: bytes) -> tuple[str, str]:
     """Return the folder and the revision that such a file names. Raises InvalidState."""
-    found = decode_values(data, str) if len(data) <= MAX_LINK_BYTES else {}
+    found = decode_values(data, str)
     folder, revision = found.get("folder"), found.get("revision")
-    parts = folder.split("/") if isinstance(folder, str) else []
-    if len(parts) != 2 or parts[0] != "training" or not parts[1].isalnum() or not isinstance(revision, str):
-        raise InvalidState(f"{LINK_KEY} does not name the folder of a training state")
-    return "/".join(parts), revision
+    if not isinstance(folder, str) or not LINK_KEY.fullmatch(f"{folder}.json") or not isinstance(revision, str):
+        raise InvalidState("the model's file does not name the folder of a training state")
+    return folder, revision
 
 
 class _Stored(str):

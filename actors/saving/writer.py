@@ -218,14 +218,16 @@ def _journal(
     )
 
 
-def stored_chunks(store: ObjectStore, policy: RetryPolicy | None = None) -> StoredChunks | None:
+def stored_chunks(store: ObjectStore, since: str = "latest", policy: RetryPolicy | None = None) -> StoredChunks | None:
     """Return the chunks of the published revision, for `CheckpointWriter`; None if the store cannot copy them.
+
+    None also if `since` is neither "latest" nor that revision.
 
     One copy is tried, of an upload that is aborted: a server that does not know the request would damage a real one.
     """
     policy = policy or RetryPolicy()
     manifest, _ = published(store, policy)
-    if manifest is None or not isinstance(store, CopiesParts):
+    if manifest is None or since not in ("latest", manifest.revision) or not isinstance(store, CopiesParts):
         return None
     largest = max(manifest.shards, key=lambda shard: shard.size_bytes)
     writes = writes_parts(store)

@@ -50,7 +50,7 @@ def test_a_folder_copies_what_did_not_change(tmp_path: Path, model: dict[str, np
     store = LocalStore(tmp_path / "model")
     first = save(store, model)
     model["layer.2"] += 1
-    second = save(store, model, stored_chunks(store, POLICY))
+    second = save(store, model, stored_chunks(store, policy=POLICY))
     assert first.copied_bytes == 0
     assert second.copied_bytes + second.written_bytes == first.written_bytes
     assert second.copied_bytes >= 40 << 20
@@ -60,7 +60,7 @@ def test_a_folder_copies_what_did_not_change(tmp_path: Path, model: dict[str, np
 def test_a_changed_source_is_not_copied(tmp_path: Path, model: dict[str, np.ndarray]) -> None:
     store = LocalStore(tmp_path / "model")
     save(store, model)
-    chunks = stored_chunks(store, POLICY)
+    chunks = stored_chunks(store, policy=POLICY)
     for file in (tmp_path / "model").glob("*.safetensors"):
         file.write_bytes(bytes(file.stat().st_size))
     second = save(store, model, chunks)
@@ -87,7 +87,7 @@ def test_s3_is_sent_only_what_changed(server: Any, model: dict[str, np.ndarray])
             first = save(store, model)
             proxy.clear()
             model["layer.2"] += 1
-            second = save(store, model, stored_chunks(store, POLICY))
+            second = save(store, model, stored_chunks(store, policy=POLICY))
             sent = sum(int(request.fields.get("content-length", 0)) for request in proxy.requests("PUT"))
             assert verify(store).ok
     if isinstance(server, MinistackServer):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+import cluster
 from actors.handover.modules import as_dtensor, wanted_part
 from actors.saving.boxed import BoxedTensor
 from actors.saving.hf_names import as_stored
@@ -85,3 +87,48 @@ def whole_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         whole = as_dtensor(value) if isinstance(value, torch.Tensor) else None
         state[name] = value if whole is None else whole.full_tensor()
     return state
+
+
+def save_run(uri: str, family: str, steps: int, *, background: bool = False, **options: Any) -> dict[str, Any]:
+    """Train, save model and training state, and write the whole optimizer state beside it for comparison."""
+    model, optimizer, scheduler = trained(family, steps)
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{uri}.expected", ignore_errors=True)
+        model_copy = make_tiny(family).float()
+    given = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler,
+        "extra_state": {"step": steps, "seen": {3: torch.arange(steps)}}, **options,
+    }  # fmt: skip
+    if background:
+        handle = cluster.asave(model.state_dict(), uri, **given)
+    expected = whole_state(model, optimizer)
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        model_copy.load_state_dict(weights)
+        model_copy.save_pretrained(f"{uri}.expected")
+        torch.save((expected, scheduler.state_dict()), f"{uri}.expected/optimizer.pt")
+    if background:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()  # which must not reach the checkpoint
+        report = handle.result(timeout_s=120)
+        assert handle.done()
+    else:
+        report = cluster.save(model.state_dict(), uri, **given)
+    return dict(report.as_dict())
+
+
+def load_run(uri: str, family: str) -> None:
+    """Load the training state of `save_run` into a new optimizer, and compare it."""
+    model, optimizer, scheduler = trained(family, 0)
+    extra = cluster.load_training_state(uri, model, optimizer, scheduler)
+    expected, schedule = torch.load(f"{uri}.expected/optimizer.pt")
+    found = whole_state(model, optimizer)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, found[name]), name
+        else:
+            assert (type(value), value) == (type(found[name]), found[name]), name
+    assert scheduler.state_dict() == schedule
+    assert extra["seen"][3].tolist() == list(range(extra["step"]))

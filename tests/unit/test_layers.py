@@ -46,6 +46,7 @@ AT_MODULE_LEVEL = {
         "actors/handover/modules",
         "actors/handover/module_places",
         "actors/reader/lazy_tensor",
+        "actors/saving/background",
         "actors/saving/boxed",
         "actors/saving/exchange",
         "actors/saving/held",
@@ -60,6 +61,7 @@ IN_FUNCTIONS = {
     "ray": {
         "actors/agent_actor",
         "actors/links",
+        "actors/saving/loaded",
         "serving/app",
         "serving/command",
         "cluster/joining/connection",
