@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from actors.reader.open_model import OpenModel as OpenModel
     from actors.reader.open_model import TensorSlice as TensorSlice
     from actors.reader.open_model import safe_open as safe_open
+    from actors.saving.background import asave as asave
+    from actors.saving.handles import SaveHandle as SaveHandle
+    from actors.saving.loaded import save_loaded as save_loaded
     from actors.saving.save import SaveReport as SaveReport
     from actors.saving.save import save as save
+    from actors.saving.training_state import load_training_state as load_training_state
     from cluster.client import aload as aload
     from cluster.client import apublish as apublish
     from cluster.client import arelease as arelease
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from cluster.errors import ModuleMismatch as ModuleMismatch
     from cluster.errors import NoCoordinator as NoCoordinator
     from cluster.errors import NodeLost as NodeLost
+    from cluster.errors import NoRoomToStage as NoRoomToStage
     from cluster.errors import NotEnoughResources as NotEnoughResources
     from cluster.errors import PackageMissing as PackageMissing
     from cluster.errors import PlanError as PlanError
@@ -99,6 +104,7 @@ if TYPE_CHECKING:
     from storage.errors import InvalidIndex as InvalidIndex
     from storage.errors import InvalidKey as InvalidKey
     from storage.errors import InvalidManifest as InvalidManifest
+    from storage.errors import InvalidState as InvalidState
     from storage.errors import InvalidUri as InvalidUri
     from storage.errors import LongshoreError as LongshoreError
     from storage.errors import ManifestError as ManifestError
@@ -133,7 +139,11 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "actors.hosting": "host_rank",
     "actors.reader.open_model": "OpenModel TensorSlice safe_open",
+    "actors.saving.background": "asave",
+    "actors.saving.handles": "SaveHandle",
+    "actors.saving.loaded": "save_loaded",
     "actors.saving.save": "SaveReport save",
+    "actors.saving.training_state": "load_training_state",
     "cluster.client": (
         "aload apublish arelease asign astatus aupdate averify generate_key load publish release sign status update "
         "verify"
@@ -148,6 +158,9 @@ _EXPORTS = {
         "RankTaken ReaderClosed RemoteCallFailed TensorNotFound UnknownFamily UpdateFailed UpdateRefused "
         "VersionMismatch"
         "RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
+        "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
+        "ModelNotFound ModuleMismatch NoCoordinator NodeLost NoRoomToStage NotEnoughResources PackageMissing "
+        "PlanError RankLost RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
         "UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
@@ -160,7 +173,8 @@ _EXPORTS = {
         "AccessDenied ArenaBusy ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall BadSignature "
         "CheckpointError CredentialsExpired DependencyChanged DiskChunkUnusable DiskTierError IntegrityError "
         "InvalidAmax "
-        "InvalidHeader InvalidIndex InvalidKey InvalidManifest InvalidUri LongshoreError ManifestError "
+        "InvalidHeader InvalidIndex InvalidKey InvalidManifest InvalidState InvalidUri LongshoreError "
+        "ManifestError "
         "ManifestMismatch ManifestUnsigned NewerManifest NotACheckpoint ObjectChanged ObjectNotFound PickleRefused "
         "PeerUnavailable ProxyRefused PublishError RangeMismatch ReadEnded RevisionMismatch ShortRead SignatureError "
         "SignedNameMismatch SigningUnavailable SourceRefused StoreError StoreUnavailable Throttled UnknownSigner "

@@ -30,6 +30,7 @@ LongshoreError
 |  +- IllegalTransition         a load received an event that is impossible in its state: a bug
 +- SaveError                    a save began and failed, or could not begin; names the rank that ended it
 |  +- SaveRefused               arguments or tensors cannot be saved; lists every problem, nothing was written
+|  |  +- NoRoomToStage          a save in the background needs more host memory for its copy than is free
 |  +- SaveConflict              another save wrote to the same URI meanwhile; nothing of this one is visible
 +- ModelNotFound                no such model in this cluster
 +- ModuleMismatch               a rank's tensors do not match a torch module; lists every name
@@ -160,6 +161,10 @@ class SaveError(LongshoreError):
 
 class SaveRefused(SaveError):
     """Arguments or tensors cannot be saved. The message lists every problem, and nothing was written."""
+
+
+class NoRoomToStage(SaveRefused):
+    """Host memory has no room for the copy that a save in the background makes; `details` has the bytes missing."""
 
 
 class SaveConflict(SaveError):

@@ -394,6 +394,20 @@ class LoadedModel:
         twin: Callable[..., Coroutine[Any, Any, UpdateReport]] = in_thread(self.update)
         return await twin(uri, **options)
 
+    def save(self, uri: str | os.PathLike[str], **options: Any) -> Any:
+        """Save the model as its ranks hold it, as one published checkpoint. See `save_loaded`.
+
+        Args:
+            uri: Folder of the checkpoint, in a store or on a file system that the nodes share.
+            **options: Keyword arguments of `save_loaded`.
+
+        Returns:
+            A `SaveReport`: what was written.
+        """
+        from cluster import save_loaded
+
+        return save_loaded(self, uri, **options)
+
     def release(self) -> None:
         """Release this hold. Memory is freed when no other client holds the model and it is not kept. Idempotent."""
         if self._released:

@@ -45,6 +45,7 @@ from storage.checkpoints.checkpoint_files import HEADERS_KEY, map_threads
 from storage.checkpoints.manifest import is_safe_path
 from storage.checkpoints.model_index import ModelIndex, OtherFile
 from storage.checkpoints.safetensors_header import encode_header
+from storage.errors import ObjectNotFound
 from storage.problems import MAX_LISTED, quote
 from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
@@ -142,6 +143,39 @@ def config_folder(
             raise ConfigError("the folder has files already", hint="name a new or empty folder", folder=path)
         _make_folder(path, store, index, files, source)
     return path
+
+
+def read_small_file(
+    model_uri: str, key: str | re.Pattern[str], *, config: Config | None = None, **options: Any
+) -> tuple[bytes, str]:
+    """Return a small file of a model, verified if it was published, and the revision that it belongs to.
+
+    Args:
+        model_uri: As for `load`: a folder with shards.
+        key: Path of the file in the folder, or a pattern that the path matches; the first such file is read.
+        config: Settings; None reads them from the environment.
+        **options: Where and how the store is reached, as for `config_folder`.
+
+    Raises:
+        ObjectNotFound: The model has no such file.
+        ModelConfigError: The file is too large.
+        StoreError: The store refused access, or has no such model.
+    """
+    given = collect(LoadOptions, {**options, "model_uri": model_uri})
+    own = config or Config.from_env()
+    request = make_request(given, own.public_keys())
+    own.source_rules().check(request.store.ref, given.credentials)
+    with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)) as store:
+        index = read_index(store, request, chunk_bytes=own.chunk_bytes, trust=TrustPolicy.of(own))
+        pattern = re.compile(re.escape(key)) if isinstance(key, str) else key
+        found = next((file for file in index.files if pattern.fullmatch(file.key)), None)
+        if found is None:
+            raise ObjectNotFound(f"the model has no file {quote(pattern.pattern)}", uri=request.uri)
+        if found.size_bytes > MAX_TOTAL_BYTES:
+            raise ModelConfigError(
+                f"{quote(found.key)} has {found.size_bytes} bytes; at most {MAX_TOTAL_BYTES} are read"
+            )
+        return read_other_file(store, found), index.revision
 
 
 def _make_folder(

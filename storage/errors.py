@@ -21,6 +21,7 @@
     |  +- PickleRefused             only pickle files (.bin, .pt) there
     |  +- InvalidHeader             a safetensors header breaks the format's rules
     |  +- InvalidIndex              model.safetensors.index.json and the files disagree
+    |  +- InvalidState              the saved state of an optimizer is not one that is written here
     +- ManifestError
     |  +- InvalidManifest           not a manifest, or it contradicts itself
     |  |  +- NewerManifest          of a later format than this version reads
@@ -195,6 +196,10 @@ class InvalidHeader(CheckpointError):
 
 class InvalidIndex(CheckpointError):
     """model.safetensors.index.json is broken or names other tensors than the files hold."""
+
+
+class InvalidState(CheckpointError):
+    """The saved state of a training run is missing, broken, or not one that this version writes."""
 
 
 class ManifestError(LongshoreError):

@@ -33,6 +33,12 @@ _groups: dict[tuple[str, float], Any] = {}  # gloo groups by the name of the cal
 _saves: dict[str, int] = {}  # saves that this process began, by the name of the group
 
 
+def forget_groups() -> None:
+    """Forget the groups of earlier saves. Call it when the process group that they belong to is destroyed."""
+    _groups.clear()
+    _saves.clear()
+
+
 class Ranks:
     """The ranks of one save. One rank alone needs no process group."""
 

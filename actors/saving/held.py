@@ -3,6 +3,7 @@
     plain tensor             whole, on every rank that has it
     DTensor                  the region of this process's place in the mesh, by its placements
     FSDP1's ShardedTensor    boxes
+    BoxedTensor              boxes
 
 Nothing is copied but what is asked for. A slice of contiguous memory of the host is a view.
 """
@@ -17,6 +18,7 @@ import torch
 
 from actors.devices.convert import stored_dtype
 from actors.handover.modules import as_dtensor
+from actors.saving.boxed import BoxedTensor
 from cluster.layouts.region import MeshCut, dtensor_region
 from cluster.saving.held import Cutting, RankTable
 from storage.problems import Problems, quote
@@ -74,6 +76,14 @@ class HeldTensors:
             return
         if (shards := _sharded(value)) is not None:
             self._take_boxes(name, value, shards)
+            return
+        if isinstance(value, BoxedTensor):
+            boxes = tuple((self._ranks.get(rank, -1), offsets, sizes) for rank, offsets, sizes in value.boxes)
+            tensors = [tensor.detach() for tensor in value.local.values()]
+            if all([self._is_sound(name, tensor) for tensor in tensors]):
+                for offsets, tensor in zip(value.local, tensors, strict=True):
+                    self._boxes[name, offsets] = tensor
+                self._add(name, value.dtype, value.shape, Cutting(boxes=boxes), tensors)
             return
         if not isinstance(value, torch.Tensor):
             self._problems.add(f"{quote(name)} is no tensor but {type(value).__name__}")

@@ -26,8 +26,19 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from actors.saving.exchange import Ranks
+from actors.saving.handles import wait_for_background_saves
 from actors.saving.held import HeldTensors, byte_slice
-from actors.saving.writer import Begun, CheckpointWriter, Contents, PartsDiffer, begin_save, check_extra_files
+from actors.saving.hf_names import as_stored, config_files
+from actors.saving.training_state import LINK_KEY, STATE_KEY, collect_state, link_file
+from actors.saving.writer import (
+    Begun,
+    CheckpointWriter,
+    Contents,
+    PartsDiffer,
+    begin_save,
+    check_extra_files,
+    stored_chunks,
+)
 from cluster.argument_types import checks_arguments
 from cluster.config import Config
 from cluster.errors import SaveError, SaveRefused
@@ -41,11 +52,14 @@ from cluster.saving.shards import (
     lay_out,
     new_revision,
     renamed,
+    revision_of_file,
 )
+from cluster.saving.unchanged import StoredChunks
 from storage.checkpoints.model_index import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from storage.checksum import MANIFEST_HASH_NAMES
-from storage.errors import LongshoreError, StoreError
+from storage.errors import DependencyChanged, LongshoreError, StoreError
 from storage.problems import quote
+from storage.publishing.save_history import remember_save
 from storage.publishing.saves import PartRecord, writes_parts
 from storage.store_ref import Credentials
 from storage.stores.object_store import ObjectStore
@@ -73,6 +87,7 @@ class SaveReport:
     size_bytes: int  # of all shards
     written_bytes: int  # sent to the store
     reused_bytes: int  # of parts that an interrupted save had written and that are the same
+    copied_bytes: int  # of parts that the store copied from the revision before
     moved_bytes: int  # sent from rank to rank
     peak_foreign_bytes: int  # most bytes of other ranks that one rank held at a time
     plan_s: float
@@ -94,7 +109,13 @@ def save(
     rank: int | None = None,
     world_size: int | None = None,
     process_group: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    extra_state: Mapping[str, Any] | None = None,
     extra_files: ExtraFiles | None = None,
+    since: str | None = "latest",
+    keep_last: int | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     hash_name: str = "blake3",
     chunk_bytes: int | None = None,
@@ -119,8 +140,18 @@ def save(
         rank: Number of this rank, to be checked. None: as the process group says.
         world_size: Number of ranks, to be checked. None: as the process group says.
         process_group: Group whose ranks save. None: the default group of torch.distributed, or this process alone.
+        model: The module that the state dict is of, in any wrapper. With a model of transformers, tensors have the
+            names and shapes that `save_pretrained` writes, and its config.json is written too. None: only the names
+            that wrappers add go.
+        optimizer: Also save the state of this optimizer, or of several, for `load_training_state`. Needs `model`.
+        scheduler: Also save the state of this scheduler, or of anything with `state_dict()`.
+        extra_state: Also save these values by name: numbers, texts, lists, dicts, tensors. Those of rank 0 count.
         extra_files: Further files of the model, such as config.json: contents or paths by name, or a list of paths.
             Those of rank 0 are written.
+        since: Revision whose unchanged parts the store copies instead of getting them again: "latest", which is the
+            one that is published there, or its revision. None: send everything.
+        keep_last: Number of revisions whose files stay, this one included. Older ones are removed when this one is
+            visible. None: all stay.
         max_shard_bytes: Most bytes of tensors in a file.
         hash_name: Digest of the chunks: "blake3" or "xxh3_128".
         chunk_bytes: Size of chunks in bytes, 1 MiB to 16 MiB. None: as the settings say, 8 MiB.
@@ -150,12 +181,33 @@ def save(
         ```
     """
     started_s = time.monotonic()
+    wait_for_background_saves()
+    if optimizer is not None or scheduler is not None or extra_state is not None:
+        link = save_training(
+            collect_state(model, optimizer, scheduler, extra_state),
+            os.fspath(uri),
+            save_timeout_s=save_timeout_s,
+            process_group=process_group,
+            hash_name=hash_name,
+            chunk_bytes=chunk_bytes,
+            slots=slots,
+            endpoint_url=endpoint_url,
+            region=region,
+            profile=profile,
+            anonymous=anonymous,
+            credentials=credentials,
+            config=config,
+        )
+        extra_files = {**as_mapping(extra_files), **link}
     ranks = Ranks(process_group, timeout_s=save_timeout_s if save_timeout_s > 0 else 600.0)
     given = _Arguments(
         uri=os.fspath(uri),
         rank=rank,
         world_size=world_size,
+        model=model,
         files=extra_files,
+        since=since,
+        keep_last=keep_last,
         max_shard_bytes=max_shard_bytes,
         hash_name=hash_name,
         chunk_bytes=chunk_bytes,
@@ -177,12 +229,43 @@ def save(
     return report
 
 
+def save_training(
+    state: tuple[Mapping[str, Any], bytes], uri: str, *, save_timeout_s: float = 600.0, **options: Any
+) -> dict[str, bytes]:
+    """Save the state of a training run in a folder of its own, and return the file of the model that names it.
+
+    It is complete before the model refers to it. Rank 0 names the folder.
+    """
+    ranks = Ranks(options.get("process_group"), timeout_s=save_timeout_s if save_timeout_s > 0 else 600.0)
+    try:
+        number = ranks.broadcast(new_revision().encode() if ranks.rank == 0 else b"", 0).decode("ascii", "replace")
+    except BaseException as error:
+        ranks.close(error)
+        raise
+    ranks.close()
+    tensors, data = state
+    options = {name: value for name, value in options.items() if name not in ("since", "keep_last", "max_shard_bytes")}
+    place = f"{uri.rstrip('/')}/training/{number}"
+    report = save(tensors, place, extra_files={STATE_KEY: data}, save_timeout_s=save_timeout_s, **options)
+    return link_file(number, report.revision)
+
+
+def as_mapping(files: ExtraFiles | None) -> dict[str, Contents]:
+    """Return extra files by their names."""
+    if isinstance(files, Mapping):
+        return dict(files)
+    return {os.path.basename(os.fspath(path)): path for path in files or ()}
+
+
 @dataclass(frozen=True, slots=True)
 class _Arguments:
     uri: str
     rank: int | None
     world_size: int | None
+    model: Any
     files: ExtraFiles | None
+    since: str | None
+    keep_last: int | None
     max_shard_bytes: int
     hash_name: str
     chunk_bytes: int | None
@@ -219,6 +302,10 @@ class _Save:
         self._step("plan")
         with self._timed("plan_s"):
             problems = self._argument_problems()
+            try:
+                state = as_stored(state, self._given.model)
+            except (SaveRefused, DependencyChanged) as error:
+                problems.append(str(error))
             held = HeldTensors(state, self._ranks.global_ranks, self._shared_arguments())
             table = held.table.model_copy(update={"problems": (*problems, *held.table.problems)})
             merged = self._merge(table)
@@ -237,13 +324,27 @@ class _Save:
             for anew in (False, True):
                 self._step("begin")
                 layouts, begun = self._begin(store, layouts, anew)
-                writer = CheckpointWriter(store, layouts, begun, policy=self._policy)
+                writer = CheckpointWriter(
+                    store, layouts, begun, policy=self._policy, stored=self._stored_chunks(store, begun)
+                )
                 if self._write(writer, layouts, merged, plan, held):
                     break
             self._step("commit")
             with self._timed("commit_s"):
                 revision = self._commit(writer)
+                self._keep(store, begun)
             return self._report(writer, layouts, merged, plan, begun, revision, store.uri)
+
+    def _stored_chunks(self, store: ObjectStore, begun: Begun) -> StoredChunks | None:
+        if self._given.since is None or begun.manifest_etag is None:
+            return None
+        return stored_chunks(store, self._given.since, self._policy)
+
+    def _keep(self, store: ObjectStore, begun: Begun) -> None:
+        """Note this save in the history, and remove what is older than `keep_last`."""
+        if self._ranks.rank == 0:
+            number = next((key[9:-5] for key in self._files if LINK_KEY.fullmatch(key)), "")
+            remember_save(store, begun.revision, number, self._given.keep_last, revision_of_file, self._policy)
 
     def _step(self, name: str) -> None:
         """Note what this rank does now."""
@@ -299,16 +400,17 @@ class _Save:
                 found.append(f"{ref.scheme}:// cannot be written by several processes: save to S3 or a shared folder")
         except LongshoreError as error:
             found.append(str(error))
+        if given.keep_last is not None and given.keep_last < 1:
+            found.append(f"keep_last is {given.keep_last}; it must be at least 1")
+        if ranks.rank == 0:
+            self._files = dict(config_files(given.model))
         if ranks.rank == 0 and given.files is not None:
-            files: Mapping[str, Any]
-            if isinstance(given.files, Mapping):
-                files = given.files
-            else:
+            if not isinstance(given.files, Mapping):
                 names = [os.path.basename(os.fspath(path)) for path in given.files]
                 found += [f"two extra files are called {quote(name)}" for name in set(names) if names.count(name) > 1]
-                files = dict(zip(names, given.files, strict=True))
+            files = as_mapping(given.files)
             found += [f"extra_files: {problem}" for problem in check_extra_files(files)]
-            self._files = dict(files)
+            self._files.update(files)
         return found
 
     def _merge(self, table: RankTable) -> Merged:
@@ -448,7 +550,7 @@ class _Save:
         revision: str,
         uri: str,
     ) -> SaveReport:
-        mine = [writer.written_bytes, writer.reused_bytes, self._foreign.peak_bytes]
+        mine = [writer.written_bytes, writer.reused_bytes, self._foreign.peak_bytes, writer.copied_bytes]
         totals = [json.loads(answer) for answer in self._ranks.gather(json.dumps(mine).encode())]
         return SaveReport(
             uri=uri,
@@ -462,6 +564,7 @@ class _Save:
             size_bytes=sum(layout.size_bytes for layout in layouts),
             written_bytes=sum(one[0] for one in totals),
             reused_bytes=sum(one[1] for one in totals),
+            copied_bytes=sum(one[3] for one in totals),
             moved_bytes=plan.moved_bytes,
             peak_foreign_bytes=max(one[2] for one in totals),
             elapsed_s=time.monotonic() - self._started_s,

@@ -28,6 +28,7 @@ from cluster.saving.shards import (
     revision_of_file,
     weight_index,
 )
+from cluster.saving.unchanged import StoredChunks
 from storage.checkpoints.amax import AMAX_KEY
 from storage.checkpoints.checkpoint_files import INDEX_KEY, OWN_KEYS, SUFFIX, map_threads
 from storage.checkpoints.manifest import (
@@ -43,7 +44,7 @@ from storage.checkpoints.manifest import (
 )
 from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, fixed_bounds
 from storage.checksum import digest_of, new_hasher
-from storage.errors import ObjectChanged, ObjectNotFound, StoreError
+from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, StoreError, UnsupportedStore
 from storage.problems import Problems, quote
 from storage.publishing.publish import PIECE_BYTES
 from storage.publishing.saves import (
@@ -59,9 +60,10 @@ from storage.publishing.saves import (
 )
 from storage.publishing.signing import SIGNATURE_KEY
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, check_key, ranges_of
-from storage.stores.parts import WritesParts
+from storage.stores.parts import MIN_PART_BYTES, CopiesParts, WritesParts
 from storage.stores.requests import RetryPolicy, with_retries
 
+COPY_PROBE_KEY = "longshore.save.probe"  # never becomes an object
 Contents = bytes | os.PathLike[str] | str  # of a file: its bytes, or the path from which it is copied
 
 
@@ -216,6 +218,31 @@ def _journal(
     )
 
 
+def stored_chunks(store: ObjectStore, since: str = "latest", policy: RetryPolicy | None = None) -> StoredChunks | None:
+    """Return the chunks of the published revision, for `CheckpointWriter`; None if the store cannot copy them.
+
+    None also if `since` is neither "latest" nor that revision.
+
+    One copy is tried, of an upload that is aborted: a server that does not know the request would damage a real one.
+    """
+    policy = policy or RetryPolicy()
+    manifest, _ = published(store, policy)
+    if manifest is None or since not in ("latest", manifest.revision) or not isinstance(store, CopiesParts):
+        return None
+    largest = max(manifest.shards, key=lambda shard: shard.size_bytes)
+    writes = writes_parts(store)
+    try:
+        upload = with_retries(lambda: writes.begin_parts(COPY_PROBE_KEY), policy)
+        try:
+            place = ByteRange(0, min(largest.size_bytes, MIN_PART_BYTES))
+            store.copy_part(COPY_PROBE_KEY, upload, 1, 0, largest.path, place, largest.etag)
+        finally:
+            writes.abort_parts(COPY_PROBE_KEY, upload)
+    except StoreError:
+        return None
+    return StoredChunks(manifest)
+
+
 @dataclass(slots=True)
 class _Assembly:
     """A part that is put together from ranges."""
@@ -228,9 +255,15 @@ class CheckpointWriter:
     """The writer of one process. Thread-safe."""
 
     def __init__(
-        self, store: ObjectStore, layouts: Sequence[ShardLayout], begun: Begun, *, policy: RetryPolicy | None = None
+        self,
+        store: ObjectStore,
+        layouts: Sequence[ShardLayout],
+        begun: Begun,
+        *,
+        policy: RetryPolicy | None = None,
+        stored: StoredChunks | None = None,
     ) -> None:
-        """Write the files of `begin_save`, as it returned them."""
+        """Write the files of `begin_save`, as it returned them. Chunks that are `stored` are copied by the store."""
         self._store = store
         self._writes = writes_parts(store)
         self._layouts = tuple(layouts)
@@ -244,6 +277,8 @@ class CheckpointWriter:
         self._journal = StoredJournal(store, self._policy, begun.journal_etag)
         self.written_bytes = 0  # sent to the store
         self.reused_bytes = 0  # of parts that an interrupted save had written
+        self.copied_bytes = 0  # of parts that the store copied from the published revision
+        self._stored = stored if stored is not None and stored.hash_name == begun.hash_name else None
 
     @property
     def pending_bytes(self) -> int:
@@ -314,6 +349,7 @@ class CheckpointWriter:
             for chunk in layout.chunks_of(part)
         )
         known, upload = self._known.get((shard, number)), self._begun.uploads[shard]
+        copied = False
         if known is not None and known.digests == digests:
             record = known
         elif not upload:
@@ -322,9 +358,12 @@ class CheckpointWriter:
             )
         else:
             try:
-                tag = with_retries(
-                    lambda: self._writes.put_part(layout.file, upload, number + 1, part.start, data), self._policy
-                )
+                tag = self._copy(layout, upload, number, digests)
+                copied = tag is not None
+                if tag is None:
+                    tag = with_retries(
+                        lambda: self._writes.put_part(layout.file, upload, number + 1, part.start, data), self._policy
+                    )
             except StoreError as error:
                 if known is None or error.details.get("status") != 501:
                     raise
@@ -337,8 +376,25 @@ class CheckpointWriter:
             self._unseen.append(record)
             if record is known:
                 self.reused_bytes += len(data)
+            elif copied:
+                self.copied_bytes += len(data)
             else:
                 self.written_bytes += len(data)
+
+    def _copy(self, layout: ShardLayout, upload: str, number: int, digests: Sequence[str]) -> str | None:
+        """Let the store copy a part that the published revision has, and return its tag; None: it must be sent."""
+        part = layout.parts[number]
+        found = None if self._stored is None else self._stored.find(digests, part.size_bytes)
+        if found is None or not isinstance(self._store, CopiesParts):
+            return None
+        try:
+            return self._store.copy_part(
+                layout.file, upload, number + 1, part.start, found.path, found.place, found.etag
+            )  # fmt: skip
+        except StoreError as error:  # sending the part always works
+            if isinstance(error, UnsupportedStore | AccessDenied):
+                self._stored = None
+            return None
 
     def take_records(self) -> list[PartRecord]:
         """Return the records of parts that were finished since the last call, for the process that commits."""

@@ -31,6 +31,7 @@ from storage.errors import (
     ShortRead,
     StoreError,
     StoreUnavailable,
+    UnsupportedStore,
 )
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
 from storage.stores.parts import OpenUpload, StoredPart
@@ -206,6 +207,28 @@ class LocalStore:
                 os.fdatasync(file)
             finally:
                 os.close(file)
+        return ""
+
+    def copy_part(
+        self, key: str, upload: str, number: int, start: int, source: str, source_range: ByteRange, etag: str | None
+    ) -> str:
+        """Have the kernel copy bytes of another file. It shares the blocks where the file system can (a reflink)."""
+        with self._translated(source):
+            path = os.path.realpath(self._path(check_key(source)))
+            self._check_inside(path, source)
+            read = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = _info(source, os.fstat(read))
+                if found.etag != etag or found.size_bytes < source_range.end:
+                    raise ObjectChanged("the file was replaced meanwhile", uri=self.uri, key=source)
+                write = os.open(self._upload_path(key, upload), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    _copy_range(read, source_range, write, start)
+                    os.fdatasync(write)
+                finally:
+                    os.close(write)
+            finally:
+                os.close(read)
         return ""
 
     def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
@@ -422,6 +445,21 @@ def _sync_folder(path: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _copy_range(source: int, source_range: ByteRange, target: int, start: int) -> None:
+    """Copy bytes between files in the kernel. Raises UnsupportedStore if it cannot, OSError."""
+    at = source_range.start
+    while at < source_range.end:
+        try:
+            count = os.copy_file_range(source, target, source_range.end - at, at, start + at - source_range.start)
+        except OSError as error:
+            if error.errno in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise UnsupportedStore("this file system cannot copy ranges of files") from error
+            raise
+        if count == 0:
+            raise ObjectChanged("a file became shorter while it was copied")
+        at += count
 
 
 @contextmanager

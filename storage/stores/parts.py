@@ -2,6 +2,7 @@
 
     begin_parts(key) --> id: plain text, which any process may use
     put_part(key, id, number, start, data)        in any order, from any process, again if need be
+    copy_part(key, id, number, start, source...)  the same from bytes that the store has (`CopiesParts`)
     complete_parts(key, id, parts, size_bytes)    makes the object visible, whole
     abort_parts(key, id)                          removes what was sent
 
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from storage.stores.object_store import ObjectInfo
+from storage.stores.object_store import ByteRange, ObjectInfo
 
 MIN_PART_BYTES = 5 << 20  # S3's limit for all parts except the last
 MAX_PARTS = 10_000  # S3's limit for one object
@@ -71,5 +72,20 @@ class WritesParts(Protocol):
         """Write a small object whole if the stored one has that ETag, or if none exists when `etag` is None.
 
         Raises ObjectChanged if not.
+        """
+        ...
+
+
+@runtime_checkable
+class CopiesParts(Protocol):
+    """A store that copies bytes of one object into a part of another, without a way through this machine."""
+
+    def copy_part(
+        self, key: str, upload: str, number: int, start: int, source: str, source_range: ByteRange, etag: str | None
+    ) -> str:
+        """Write part `number`, which begins at byte `start`, from bytes of the object `source`. Return its tag.
+
+        Raises ObjectChanged if the source has another ETag than `etag`, ObjectNotFound if it is gone, and
+        UnsupportedStore if this server or file system cannot copy.
         """
         ...

@@ -25,6 +25,7 @@ from storage.errors import (
     RangeMismatch,
     StoreError,
     StoreUnavailable,
+    UnsupportedStore,
 )
 from storage.store_ref import Credentials, StoreRef
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
@@ -368,6 +369,31 @@ class S3Store:
                 ContentMD5=md5_header(data),
             )
             return normal_etag(answer.get("ETag")) or ""
+
+    def copy_part(
+        self, key: str, upload: str, number: int, start: int, source: str, source_range: ByteRange, etag: str | None
+    ) -> str:
+        """Have the server copy bytes of another object into a part, with UploadPartCopy."""
+        condition: dict[str, Any] = {} if etag is None else {"CopySourceIfMatch": f'"{etag}"'}
+        try:
+            with self._asking(source):
+                answer = self._client.upload_part_copy(
+                    Bucket=self._ref.bucket,
+                    Key=self._full_key(key),
+                    UploadId=upload,
+                    PartNumber=number,
+                    CopySource={"Bucket": self._ref.bucket, "Key": self._full_key(source)},
+                    CopySourceRange=source_range.http_header(),
+                    **condition,
+                )
+        except StoreError as error:
+            if error.details.get("status") in (405, 501):
+                raise UnsupportedStore("this server cannot copy parts", uri=self.uri, key=key) from error
+            raise
+        tag = normal_etag(answer.get("CopyPartResult", {}).get("ETag"))
+        if not tag:  # a server that does not know the request takes it for an empty part
+            raise UnsupportedStore("this server cannot copy parts", uri=self.uri, key=key)
+        return tag
 
     def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
         """Return the parts of an upload. Raises ObjectNotFound if it is complete or was aborted."""

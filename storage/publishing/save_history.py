@@ -1,0 +1,103 @@
+"""The history of the saves at one URI, and the removal of older revisions.
+
+    longshore.saves.json     [["save id", "number of its training state or empty"], ...], the newest last
+
+Names of files contain a random save id, so only the history tells which is older. A revision that the history does not
+name, because it is older than the history or the history was lost, counts as the oldest. What the manifest names stays
+in every case.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+
+from storage.checkpoints.checkpoint_files import HISTORY_KEY, read_whole
+from storage.errors import ObjectNotFound, StoreError
+from storage.publishing.saves import published
+from storage.stores.object_store import ObjectStore
+from storage.stores.requests import RetryPolicy, with_retries
+
+MAX_SAVES = 1000  # in the history
+MAX_HISTORY_BYTES = 1 << 20
+_TRAINING = re.compile(r"training/([0-9a-f]{16})(?:\.json|/.*)", re.DOTALL)
+_Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{0,64}$")]
+_HISTORY = TypeAdapter(Annotated[tuple[tuple[_Id, _Id], ...], Field(max_length=MAX_SAVES)])
+_LOG = logging.getLogger("longshore.save")
+
+
+def remember_save(
+    store: ObjectStore,
+    save_id: str,
+    training: str,
+    keep_last: int | None,
+    revision_of: Callable[[str], str | None],
+    policy: RetryPolicy,
+) -> tuple[str, ...]:
+    """Add a save to the history, and remove the files of older ones.
+
+    The new revision is visible already, so a store that refuses is only logged.
+
+    Args:
+        store: Root of the checkpoint.
+        save_id: The save, as in its files' names.
+        training: Number of its training state; "" without one.
+        keep_last: Number of saves whose files stay, with this one. None: all.
+        revision_of: Returns the save id in the name of a file, or None for another file.
+        policy: Retries of requests.
+
+    Returns:
+        The keys that were removed.
+    """
+    try:
+        history = [*(one for one in _read(store, policy) if one[0] != save_id), (save_id, training)][-MAX_SAVES:]
+        with_retries(lambda: store.put(HISTORY_KEY, json.dumps(history).encode()), policy)
+        return () if keep_last is None else _remove(store, history[-keep_last:], revision_of, policy)
+    except StoreError as error:
+        _LOG.warning("the new revision is saved, but older ones could not be removed: %s", error)
+        return ()
+
+
+def _read(store: ObjectStore, policy: RetryPolicy) -> tuple[tuple[str, str], ...]:
+    try:
+        info = with_retries(lambda: store.stat(HISTORY_KEY), policy)
+        if info.size_bytes > MAX_HISTORY_BYTES:
+            return ()
+        return _HISTORY.validate_json(read_whole(store, info, policy))
+    except (ObjectNotFound, ValidationError):
+        return ()
+
+
+def _remove(
+    store: ObjectStore,
+    kept: list[tuple[str, str]],
+    revision_of: Callable[[str], str | None],
+    policy: RetryPolicy,
+) -> tuple[str, ...]:
+    manifest, _ = published(store, policy)
+    if manifest is None:
+        return ()
+    named = {entry.path for entry in (*manifest.shards, *manifest.files)}
+    trainings = {training for _, training in kept} | {
+        found[1] for path in named if (found := _TRAINING.fullmatch(path)) is not None
+    }
+    saves = {save_id for save_id, _ in kept}
+    gone = []
+    for prefix in ("model-", "training/"):
+        try:
+            keys = [info.key for info in with_retries(lambda prefix=prefix: list(store.list(prefix)), policy)]  # type: ignore[misc]
+        except ObjectNotFound:
+            continue
+        for key in keys:
+            training = _TRAINING.fullmatch(key)
+            is_old = revision_of(key) not in (None, *saves) if training is None else training[1] not in trainings
+            if is_old and key not in named:
+                gone.append(key)
+    for key in sorted(gone, key=lambda key: (not key.endswith("longshore.manifest.json"), key)):
+        with_retries(lambda key=key: store.delete(key), policy)  # type: ignore[misc]
+    return tuple(gone)

@@ -1,0 +1,83 @@
+"""Saves of one process: in the background, with a history, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cluster
+from cluster.errors import NoRoomToStage, SaveRefused
+from storage.errors import InvalidState, LongshoreError
+
+STATE = {"a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4)}
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    weight = torch.full((3, 4), value)
+    return {"module.a.weight": weight, "module.b.weight": weight}  # tied
+
+
+def test_the_copy_is_saved_and_not_what_came_later(tmp_path: Path) -> None:
+    tensors = state(1)
+    handle = cluster.asave(tensors, tmp_path / "m")
+    tensors["module.a.weight"].zero_()
+    report = handle.result(timeout_s=60)
+    assert report.tied == {"b.weight": "a.weight"}
+    with cluster.safe_open(tmp_path / "m") as found:
+        assert found.get_tensor("a.weight").eq(1).all()
+
+
+def test_the_next_save_waits_and_reports_a_lost_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    failed = cluster.asave(state(1), tmp_path / "file")
+    with caplog.at_level(logging.ERROR, "longshore.save"):
+        cluster.save(state(2), tmp_path / "m")
+    assert failed.done()
+    assert "the save in the background to" in caplog.text
+    with pytest.raises(LongshoreError):
+        failed.result()
+
+
+def test_an_error_is_reported_at_exit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    script = "import sys, torch, cluster; cluster.asave({'a': torch.ones(3)}, sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "file"], capture_output=True, text=True, check=True)
+    assert "the save in the background to" in done.stderr
+    subprocess.run([sys.executable, "-c", script, tmp_path / "m"], check=True)
+    with cluster.safe_open(tmp_path / "m") as found:  # the process waited for it
+        assert found.keys() == ["a"]
+
+
+def test_no_room_for_the_copy_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.saving.background.available_host_bytes", lambda: 100)
+    with pytest.raises(NoRoomToStage, match="are missing") as caught:
+        cluster.asave({"a": torch.ones(100)}, tmp_path / "m")
+    assert caught.value.details["missing_bytes"] == 400 - 95
+    assert not (tmp_path / "m").exists()
+
+
+def test_only_the_last_revisions_stay(tmp_path: Path) -> None:
+    uri = tmp_path / "m"
+    reports = [
+        cluster.save(state(step), uri, extra_state={"step": step}, keep_last=2 if step else None) for step in range(4)
+    ]
+    saved = {file.name.split("-")[1] for file in uri.glob("model-*.safetensors")}
+    assert saved == {report.save_id for report in reports[2:]}
+    assert len(list(uri.glob("training/*/longshore.manifest.json"))) == 2
+    assert cluster.load_training_state(uri) == {"step": 3}
+    assert cluster.verify(uri, progress=False).ok
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SaveRefused, match="only a pickle"):
+        cluster.save(state(1), tmp_path / "m", extra_state={"path": tmp_path})
+    with pytest.raises(SaveRefused, match="would be stored for"):
+        cluster.save({"_orig_mod.a": torch.ones(2), "a": torch.ones(2)}, tmp_path / "m")
+    cluster.save(state(1), tmp_path / "m")
+    with pytest.raises(InvalidState, match="no state of a training run"):
+        cluster.load_training_state(tmp_path / "m")

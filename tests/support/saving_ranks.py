@@ -1,0 +1,134 @@
+"""Functions that ranks of a training job call in tests of saving (`tests.support.gloo_ranks`)."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import cluster
+from actors.handover.modules import as_dtensor, wanted_part
+from actors.saving.boxed import BoxedTensor
+from actors.saving.hf_names import as_stored
+from tests.support.hf_models import make_tiny
+
+
+def sharded_model(family: str, *, wrap_layers: bool = True) -> Any:
+    """Return the tiny model of a family, its parameters cut by FSDP2 over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_tiny(family)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if wrap_layers:
+        for module in list(model.modules()):
+            if type(module).__name__.endswith(("DecoderLayer", "VisionBlock")):
+                fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def held_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Return the boxes that this rank has of a tensor to be stored, by their offsets."""
+    if isinstance(tensor, BoxedTensor):
+        return list(tensor.local.items())
+    whole = as_dtensor(tensor)
+    if whole is None:
+        return [((0,) * tensor.ndim, tensor)] if dist.get_rank() == 0 else []
+    local = whole.to_local()
+    return [
+        (offsets, local[tuple(slice(a, a + n) for a, n in zip(place, sizes, strict=True))])
+        for (offsets, sizes), place in wanted_part(whole).boxes()
+    ]
+
+
+def write_parts(folder: str, families: list[str]) -> None:
+    """Write what this rank holds of the stored tensors of each family: one file, names with offsets."""
+    for family in families:
+        model = sharded_model(family)
+        parts = {
+            f"{name}@{','.join(map(str, at))}": values.clone(memory_format=torch.contiguous_format)
+            for name, tensor in as_stored(model.state_dict(), model).items()
+            for at, values in held_boxes(tensor)
+        }
+        save_file(parts, f"{folder}/{family}-{dist.get_rank()}.safetensors")
+
+
+def trained(family: str, steps: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """Return a sharded model with an AdamW and a scheduler, after some steps."""
+    model = sharded_model(family).float()
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in named.items() if "norm" not in name], "lr": 0.01, "weight_decay": 0.1},
+        {"params": [p for name, p in named.items() if "norm" in name], "lr": 0.02, "betas": (0.8, 0.9)},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3], gamma=0.5)
+    torch.manual_seed(7)
+    for _ in range(steps):
+        tokens = torch.randint(0, 96, (2, 8))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+def whole_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's flattened state with whole tensors. Every rank must call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    for name, value in state.items():
+        whole = as_dtensor(value) if isinstance(value, torch.Tensor) else None
+        state[name] = value if whole is None else whole.full_tensor()
+    return state
+
+
+def save_run(uri: str, family: str, steps: int, *, background: bool = False, **options: Any) -> dict[str, Any]:
+    """Train, save model and training state, and write the whole optimizer state beside it for comparison."""
+    model, optimizer, scheduler = trained(family, steps)
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{uri}.expected", ignore_errors=True)
+        model_copy = make_tiny(family).float()
+    given = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler,
+        "extra_state": {"step": steps, "seen": {3: torch.arange(steps)}}, **options,
+    }  # fmt: skip
+    if background:
+        handle = cluster.asave(model.state_dict(), uri, **given)
+    expected = whole_state(model, optimizer)
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        model_copy.load_state_dict(weights)
+        model_copy.save_pretrained(f"{uri}.expected")
+        torch.save((expected, scheduler.state_dict()), f"{uri}.expected/optimizer.pt")
+    if background:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()  # which must not reach the checkpoint
+        report = handle.result(timeout_s=120)
+        assert handle.done()
+    else:
+        report = cluster.save(model.state_dict(), uri, **given)
+    return dict(report.as_dict())
+
+
+def load_run(uri: str, family: str) -> None:
+    """Load the training state of `save_run` into a new optimizer, and compare it."""
+    model, optimizer, scheduler = trained(family, 0)
+    extra = cluster.load_training_state(uri, model, optimizer, scheduler)
+    expected, schedule = torch.load(f"{uri}.expected/optimizer.pt")
+    found = whole_state(model, optimizer)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, found[name]), name
+        else:
+            assert (type(value), value) == (type(found[name]), found[name]), name
+    assert scheduler.state_dict() == schedule
+    assert extra["seen"][3].tolist() == list(range(extra["step"]))
