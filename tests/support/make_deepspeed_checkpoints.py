@@ -1,7 +1,7 @@
 """Write real DeepSpeed checkpoints: ZeRO 1, 2 and 3, and what DeepSpeed's own merge makes of each.
 
-Runs in an environment that has DeepSpeed: `python make_deepspeed_checkpoints.py FOLDER WORLD_SIZE`. Every checkpoint
-gets `FOLDER/NAME/`. Its merged weights are in `FOLDER/NAME.safetensors`, its universal form in `FOLDER/NAME-universal/`.
+Runs in an environment that has DeepSpeed: `python make_deepspeed_checkpoints.py FOLDER WORLD_SIZE`. A checkpoint is in
+`FOLDER/NAME/`, its merged weights in `FOLDER/NAME.safetensors`, its universal form in `FOLDER/NAME-universal/`.
 """
 
 from __future__ import annotations

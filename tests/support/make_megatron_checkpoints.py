@@ -1,8 +1,8 @@
 """Write real checkpoints of Megatron-Core (`torch_dist`), and the Hugging Face models that they hold.
 
 Runs in an environment that has Megatron-Core: `python make_megatron_checkpoints.py FOLDER`. Every model gets
-`FOLDER/NAME/hf/` with config and weights, and `FOLDER/NAME/megatron/`, which two tensor parallel ranks save. Before that,
-the logits are compared with those of transformers, so that each weight is known to be in the right place.
+`FOLDER/NAME/hf/` with config and weights, and `FOLDER/NAME/megatron/`, which two tensor parallel ranks save. Before
+that, the logits are compared with those of transformers, so that each weight is known to be in the right place.
 """
 
 from __future__ import annotations
