@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from storage.stores.object_store import ObjectInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +28,41 @@ class SourceTensor:
     dtype: str  # safetensors' own name: "BF16", "F32"...
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint of another format, ready to be converted."""
+
+    format: str  # its name, for messages
+    tensors: tuple[SourceTensor, ...]
+    extra_files: Mapping[str, str]  # config, tokenizer: name in the result -> key in the source
+
+
+# Beside the weights: config, tokenizer, chat template. Folders where trainers put them.
+_EXTRA_FOLDERS = ("", "huggingface/", "hf/")
+_EXTRA_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_NOT_EXTRA = ("metadata.json", "latest_checkpointed_iteration.txt", "trainer_state.json")
+_MAX_EXTRA_BYTES = 64 << 20
+
+
+def other_files(listing: Mapping[str, ObjectInfo], folder: str = "") -> dict[str, str]:
+    """Return the files for config and tokenizer that are beside the weights.
+
+    Args:
+        listing: All objects of the source, by key.
+        folder: The folder of the weights, with a slash at its end. Its parents and their `huggingface/` are looked at.
+
+    Returns:
+        Name in the result -> key. A file that is nearer to the weights wins.
+    """
+    found: dict[str, str] = {}
+    parents = ["", *(folder[: end + 1] for end, one in enumerate(folder) if one == "/")]
+    for parent in parents:
+        for inner in _EXTRA_FOLDERS:
+            for key, info in listing.items():
+                name = key.removeprefix(parent + inner)
+                in_folder = key.startswith(parent + inner) and "/" not in name and name.endswith(_EXTRA_ENDINGS)
+                if in_folder and name not in _NOT_EXTRA and info.size_bytes <= _MAX_EXTRA_BYTES:
+                    found[name] = key
+    return found
