@@ -425,6 +425,13 @@ def _ordered(machine: _Machine, pairs: object = ()) -> dict[Any, Any]:
     return {_key(name): value for name, value in pairs}
 
 
+def _encoded(machine: _Machine, text: object, encoding: object = "latin1") -> bytes:
+    """Return bytes, which protocol 2 pickles as a text to encode."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ValueError("bytes of no text")
+    return text.encode("latin-1")
+
+
 def _size(machine: _Machine, counts: object = ()) -> tuple[int, ...]:
     if not isinstance(counts, tuple | list) or not all(type(one) is int and abs(one) < 1 << 63 for one in counts):
         raise ValueError("a torch.Size of what are no sizes")
@@ -469,6 +476,7 @@ def _of_type(machine: _Machine, made: object, kind: object, args: object, *_: ob
 
 _CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": _ordered,
+    "_codecs.encode": _encoded,
     "torch.Size": _size,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
