@@ -153,12 +153,17 @@ _MAX_POINTER_BYTES = 1024
 _READERS = 8  # files whose pickles are read at once
 _TO_UNIVERSAL = "run DeepSpeed's ds_to_universal.py first, and convert its output"
 
-# Objects beside the tensors. They become stubs: nothing of DeepSpeed is imported or called.
+# Objects beside the tensors, of DeepSpeed and of the state that scripts hand to `save_checkpoint`. They become stubs.
 ALLOWED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "argparse.Namespace",
+    "collections.defaultdict",
+    "numpy.dtype",
+    "numpy.ndarray",
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
 )
 
 

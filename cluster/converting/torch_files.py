@@ -27,6 +27,7 @@ from storage.stores.object_store import ByteRange, ObjectStore
 MAX_PICKLE_BYTES = 256 << 20
 MAX_DIRECTORY_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10  # has the end record, and the directory of most files
+_WINDOW_BYTES = 4 << 10  # read at once where a small part is needed
 _READERS = 8
 
 # torch's name of a dtype -> that of safetensors
@@ -124,13 +125,14 @@ def read_torch_file(
         StoreError: The store did not answer.
     """
     part = within or ByteRange(0, store.stat(key).size_bytes)
-    entries = _read_directory(store, key, part)
+    view = _View(store, key, part)
+    entries = _read_directory(view)
     names = [name for name in entries if name.endswith("/data.pkl")]
     if len(names) != 1:
         raise _broken(key, f"has {len(names)} entries data.pkl, not one, so torch.save did not write it")
     prefix = names[0].removesuffix("data.pkl")
     if (order := entries.get(f"{prefix}byteorder")) is not None:
-        said = bytes(_read(store, key, _start(store, key, order, part), min(order.size_bytes, 16)))
+        said = view.read(_start(view, order), min(order.size_bytes, 16))
         if said != b"little":
             raise _broken(key, f"has the byte order {quote(said.decode('latin-1'))}, and only little is read")
     pickled = entries[names[0]]
@@ -138,9 +140,9 @@ def read_torch_file(
         raise _broken(key, f"has a pickle of {pickled.size_bytes} bytes; at most {MAX_PICKLE_BYTES} are read")
     data = {name.removeprefix(f"{prefix}data/"): one for name, one in entries.items() if f"{prefix}data/" in name}
     with ThreadPoolExecutor(min(_READERS, len(data)) or 1) as pool:
-        starts = list(pool.map(lambda one: _start(store, key, one, part), data.values()))
+        starts = list(pool.map(lambda one: _start(view, one), data.values()))
     places = {name: (start, one.size_bytes) for (name, one), start in zip(data.items(), starts, strict=True)}
-    text = bytes(_read(store, key, _start(store, key, pickled, part), pickled.size_bytes))
+    text = view.read(_start(view, pickled), pickled.size_bytes)
     return load_pickle(text, file=key, allowed=allowed, storages=places)
 
 
@@ -157,16 +159,37 @@ def _broken(key: str, problem: str) -> BrokenCheckpointFile:
     return BrokenCheckpointFile(f"{quote(key)} {problem}", hint="copy the file again, or save the checkpoint again")
 
 
-def _read(store: ObjectStore, key: str, start: int, count: int) -> bytearray:
-    buffer = bytearray(count)
-    store.read_into(key, ByteRange(start, start + count), memoryview(buffer))
-    return buffer
+class _View:
+    """The archive in a part of an object. Small reads near each other become one request."""
+
+    def __init__(self, store: ObjectStore, key: str, part: ByteRange) -> None:
+        self._store, self.key, self.part = store, key, part
+        tail = min(_TAIL_BYTES, part.size_bytes)
+        self._windows = [(part.end - tail, self._fetch(part.end - tail, tail))]  # never removed: the first
+
+    def read(self, start: int, count: int) -> bytes:
+        """Return bytes at a place of the object, which must be in the archive."""
+        if not self.part.start <= start <= start + count <= self.part.end:
+            raise _broken(self.key, "has an entry beyond its end")
+        for first, window in self._windows:
+            if first <= start and start + count <= first + len(window):
+                return window[start - first : start - first + count]
+        window = self._fetch(start, max(count, min(_WINDOW_BYTES, self.part.end - start)))
+        if count <= _WINDOW_BYTES:
+            self._windows = [self._windows[0], (start, window)]
+        return window[:count]
+
+    def _fetch(self, start: int, count: int) -> bytes:
+        buffer = bytearray(count)
+        self._store.read_into(self.key, ByteRange(start, start + count), memoryview(buffer))
+        return bytes(buffer)
 
 
-def _read_directory(store: ObjectStore, key: str, part: ByteRange) -> dict[str, _Entry]:
+def _read_directory(view: _View) -> dict[str, _Entry]:
     """Return the entries of the zip archive in a part of an object: APPNOTE.TXT of PKWARE, section 4.3."""
+    part, key = view.part, view.key
     length = min(_TAIL_BYTES, part.size_bytes)
-    tail = bytes(_read(store, key, part.end - length, length))
+    tail = view.read(part.end - length, length)
     end = tail.rfind(b"PK\x05\x06")
     if end < 0 or end + 22 > len(tail):
         hint = "files of the format before torch 1.6 are read after torch.load and torch.save with a newer torch"
@@ -174,14 +197,10 @@ def _read_directory(store: ObjectStore, key: str, part: ByteRange) -> dict[str, 
     count, size, start = struct.unpack_from("<HII", tail, end + 10)
     if (count == 0xFFFF or size == 0xFFFFFFFF or start == 0xFFFFFFFF) and end >= 20:
         (record,) = struct.unpack_from("<Q", tail, end - 20 + 8)
-        if record + 56 > part.size_bytes:
-            raise _broken(key, "has no directory where its end says")
-        count, size, start = struct.unpack_from("<QQQ", _read(store, key, part.start + record, 56), 32)
-    if size > MAX_DIRECTORY_BYTES or start + size > part.size_bytes:
-        raise _broken(key, f"has a directory of {size} bytes at {start}, which is not in the file or too large")
-    first = part.size_bytes - length
-    directory = tail[start - first : start - first + size] if start >= first else b""
-    return _parse_directory(directory or bytes(_read(store, key, part.start + start, size)), count, key, start)
+        count, size, start = struct.unpack_from("<QQQ", view.read(part.start + record, 56), 32)
+    if size > MAX_DIRECTORY_BYTES:
+        raise _broken(key, f"has a directory of {size} bytes; at most {MAX_DIRECTORY_BYTES} are read")
+    return _parse_directory(view.read(part.start + start, size), count, key, start)
 
 
 def _parse_directory(directory: bytes, count: int, key: str, limit: int) -> dict[str, _Entry]:
@@ -220,15 +239,16 @@ def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
     return values
 
 
-def _start(store: ObjectStore, key: str, entry: _Entry, part: ByteRange) -> int:
+def _start(view: _View, entry: _Entry) -> int:
     """Return where the bytes of an entry begin in the object. Only its local header has the length of the padding."""
-    header = _read(store, key, part.start + entry.header, 30)
+    place = view.part.start + entry.header
+    header = view.read(place, 30)
     if header[:4] != b"PK\x03\x04":
-        raise _broken(key, "has no entry where its directory says")
+        raise _broken(view.key, "has no entry where its directory says")
     names, extras = struct.unpack_from("<HH", header, 26)
-    start = part.start + entry.header + 30 + names + extras
-    if start + entry.size_bytes > part.end:
-        raise _broken(key, "has an entry beyond its end")
+    start = place + 30 + names + extras
+    if start + entry.size_bytes > view.part.end:
+        raise _broken(view.key, "has an entry beyond its end")
     return int(start)
 
 
@@ -408,6 +428,13 @@ def _ordered(machine: _Machine, pairs: object = ()) -> dict[Any, Any]:
     return {_key(name): value for name, value in pairs}
 
 
+def _encoded(machine: _Machine, text: object, encoding: object = "latin1") -> bytes:
+    """Return bytes, which protocol 2 pickles as a text to encode."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ValueError("bytes of no text")
+    return text.encode("latin-1")
+
+
 def _size(machine: _Machine, counts: object = ()) -> tuple[int, ...]:
     if not isinstance(counts, tuple | list) or not all(type(one) is int and abs(one) < 1 << 63 for one in counts):
         raise ValueError("a torch.Size of what are no sizes")
@@ -455,6 +482,7 @@ def _of_type(machine: _Machine, made: object, kind: object, args: object, state:
 
 _CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": _ordered,
+    "_codecs.encode": _encoded,
     "torch.Size": _size,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
