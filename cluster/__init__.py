@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from cluster.errors import RankTaken as RankTaken
     from cluster.errors import ReaderClosed as ReaderClosed
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
+    from cluster.errors import SaveConflict as SaveConflict
+    from cluster.errors import SaveError as SaveError
+    from cluster.errors import SaveRefused as SaveRefused
     from cluster.errors import TensorNotFound as TensorNotFound
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
@@ -132,7 +135,8 @@ _EXPORTS = {
         "DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
-        "RankTaken ReaderClosed RemoteCallFailed TensorNotFound UnknownFamily VersionMismatch"
+        "RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
+        "UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

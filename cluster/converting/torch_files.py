@@ -352,6 +352,9 @@ class _Machine:
     def call(self, made: object, args: object) -> Any:
         if not isinstance(made, Global) or not isinstance(args, tuple):
             raise ValueError("a call of what is no global")
+        if made.name in _GETATTR:  # how protocol 2 names a class within a class; its name must be allowed too
+            owner, name = args
+            return self.find(f"{owner.name}.{name}")
         constructor = _CONSTRUCTORS.get(made.name)
         return Opaque(made.name, args) if constructor is None else constructor(self, *args)
 
@@ -470,8 +473,11 @@ def _parameter(machine: _Machine, tensor: object, *_: object) -> Any:
     return tensor
 
 
-def _of_type(machine: _Machine, made: object, kind: object, args: object, *_: object) -> Any:
-    return machine.call(made, args)
+def _of_type(machine: _Machine, made: object, kind: object, args: object, state: object = None, *_: object) -> Any:
+    result = machine.call(made, args)
+    if isinstance(result, Opaque) and result.state is None:
+        result.state = state  # what a subclass of torch.Tensor holds, such as a DTensor
+    return result
 
 
 _CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
@@ -483,6 +489,7 @@ _CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._tensor._rebuild_from_type_v2": _of_type,
 }
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
 _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.device", "torch.serialization._get_layout")
 
 
