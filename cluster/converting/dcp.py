@@ -114,7 +114,7 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
         raise ConvertError(f"{store.uri} has no tensors of a model", hint=f"it has {len(described)} tensors of others")
     wanted = [item for item in items if item.name in names]
     tensors = {name: described[name] for name in names}
-    pieces = _open_items(store, wanted, tensors, problems)
+    pieces = open_items(store, wanted, tensors, problems)
     found: dict[str, SourceTensor] = {}
     for name, short in names.items():
         if short in found:
@@ -174,11 +174,12 @@ def read_metadata(
             for name, one in fields["state_dict_metadata"].items()
             if isinstance(name, str) and isinstance(one, Opaque) and one.name.endswith(".TensorStorageMetadata")
         }
+        boxes = {name: dict(one.boxes) for name, one in described.items()}
         items = []
         for index, info in fields["storage_data"].items():
             place = _state(index, "MetadataIndex")
             if place["fqn"] in described:
-                items.append(_item(place, _state(info, "_StorageInfo"), described[place["fqn"]], folder))
+                items.append(_item(place, _state(info, "_StorageInfo"), boxes[place["fqn"]], folder))
         planned = fields.get("planner_data")
     except (KeyError, TypeError, AttributeError, ValueError, StoreError) as error:
         raise BrokenCheckpointFile(
@@ -240,25 +241,31 @@ def _described(name: str, one: Opaque) -> Described:
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if not isinstance(dtype, Global):
         raise ValueError("a tensor without a dtype")
+    whole = _shape(fields["size"])
     boxes = []
     for chunk in fields["chunks"]:
         box = _state(chunk, "ChunkStorageMetadata")
-        boxes.append((_shape(box["offsets"]), _shape(box["sizes"])))
-    return Described(name, DTYPES[dtype.name.removeprefix("torch.")], _shape(fields["size"]), tuple(boxes))
+        start, shape = _shape(box["offsets"]), _shape(box["sizes"])
+        inside = len(start) == len(shape) == len(whole)
+        if not inside or any(at + size > end for at, size, end in zip(start, shape, whole, strict=True)):
+            raise ValueError(f"a box of {name} outside its shape {whole}")
+        boxes.append((start, shape))
+    return Described(name, DTYPES[dtype.name.removeprefix("torch.")], whole, tuple(boxes))
 
 
-def _item(index: Mapping[str, Any], info: Mapping[str, Any], tensor: Described, folder: str) -> Item:
+def _item(
+    index: Mapping[str, Any], info: Mapping[str, Any], boxes: Mapping[tuple[int, ...], tuple[int, ...]], folder: str
+) -> Item:
     if info.get("transform_descriptors"):
         raise ValueError("items that are compressed or encrypted, which cannot be read in ranges")
     offset = index.get("offset")
-    start = _shape(offset) if offset is not None else (0,) * len(tensor.shape)
-    sizes = [shape for at, shape in tensor.boxes if at == start]
-    if not sizes:
-        raise ValueError(f"an item of {tensor.name} at {start}, where no box begins")
+    start = _shape(offset) if offset is not None else next(iter(boxes), ())  # without offset: one box
+    if start not in boxes:
+        raise ValueError(f"an item of {index['fqn']} at {start}, where no box begins")
     relative, first, length = info["relative_path"], info["offset"], info["length"]
     if not isinstance(relative, str) or type(first) is not int or type(length) is not int or min(first, length) < 0:
         raise ValueError("an item without a place")
-    return Item(tensor.name, start, sizes[0], check_key(f"{folder}{relative}"), ByteRange(first, first + length))
+    return Item(index["fqn"], start, boxes[start], check_key(f"{folder}{relative}"), ByteRange(first, first + length))
 
 
 def _check_items(
@@ -277,10 +284,17 @@ def _check_items(
                 problems.add(f"no file has the part of {quote(one.name)} at {start}")
 
 
-def _open_items(
+def open_items(
     store: ObjectStore, items: Sequence[Item], tensors: Mapping[str, Described], problems: Problems
 ) -> dict[str, list[StoredPiece]]:
-    """Return the pieces of each tensor, after the pickle of every item was read."""
+    """Return the pieces of each tensor, after the pickle of every item was read.
+
+    Args:
+        store: The store.
+        items: The items to read. Of several with the same box of a tensor the first counts.
+        tensors: The tensors that they belong to, by name.
+        problems: Gets a sentence for each item that is not what the metadata says.
+    """
 
     def unpickled(item: Item) -> Any:
         return read_torch_file(store, item.file, within=item.place)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.converting import dcp, deepspeed, rank_files
+from cluster.converting import dcp, deepspeed, megatron, rank_files
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
 from cluster.errors import ConvertError
 from storage.checkpoints.checkpoint_files import HEADERS_KEY, INDEX_KEY, SUFFIX, map_threads, parse_weight_map
@@ -173,6 +173,7 @@ FORMATS: tuple[Format, ...] = (
         rank_files.recognise_ranks,
         rank_files.read_ranks,
     ),
+    Format(megatron.FORMAT, "metadata.json and .metadata, of torch_dist", megatron.recognise, megatron.read),
     Format(dcp.DCP, ".metadata and __0_0.distcp", dcp.recognise, dcp.read),
     Format(SAFETENSORS, "*.safetensors", recognise, read),
     Format(
