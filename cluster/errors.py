@@ -2,6 +2,9 @@
 
 LongshoreError
 +- ConfigError                  a setting or argument is invalid
++- ConvertError                 a checkpoint of another format cannot be converted; lists every problem
+|  +- BrokenCheckpointFile      a file of it is damaged, or not what its format has there
+|  +- UnsafePickle              a pickle of it names code that no checkpoint needs; nothing was run
 +- PlanError                    the request does not suit the model
 |  +- LayoutError               a tensor cannot be cut as asked; lists every such tensor
 |  |  +- UnknownFamily          and there are no rules for the model's family; names it
@@ -49,6 +52,18 @@ from storage.errors import LongshoreError
 
 class ConfigError(LongshoreError):
     """A setting or argument is invalid."""
+
+
+class ConvertError(LongshoreError):
+    """A checkpoint of another format cannot be converted; the message lists every problem."""
+
+
+class BrokenCheckpointFile(ConvertError):
+    """A file of the checkpoint is damaged, or not what its format has there."""
+
+
+class UnsafePickle(ConvertError):
+    """A pickle of the checkpoint names code that no checkpoint of its format needs. Nothing of it was run."""
 
 
 class PlanError(LongshoreError):

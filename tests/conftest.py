@@ -21,6 +21,7 @@ pytest_plugins = [
     "tests.support.s3_servers",
     "tests.support.stored_models",
     "tests.support.family_checkpoints",
+    "tests.support.trainer_checkpoints",
     "tests.support.last_words",
     "tests.support.last_exit",
 ]

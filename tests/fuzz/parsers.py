@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import struct
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +20,8 @@ import numpy as np
 from botocore.awsrequest import HeadersDict
 from botocore.parsers import create_parser
 
-from cluster.errors import ModelConfigError
+from cluster.converting.torch_files import load_pickle, read_torch_file
+from cluster.errors import ConvertError, ModelConfigError
 from cluster.layouts.model_config import parse_model_config
 from storage.arena.arena import CHECKSUM, GEOMETRY, RECORDS_AT, arena_size_bytes, map_checked, pack_geometry
 from storage.arena.slots import COPY_BYTES, SlotRecord, SlotState, pack_copy, unpack_copy
@@ -292,6 +295,31 @@ def _disk_name(data: bytes) -> None:
         raise ValueError("a second name for a chunk was taken")
 
 
+# {"w": a tensor of 2 x 3 in float32, "n": [1, 2.5, None, (True, "x")]}, as torch.save writes it
+PICKLE = (
+    b"\x80\x02}q\x00(X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n"
+    b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x06tQ"
+    b"K\x00K\x02K\x03\x86K\x03K\x01\x86\x89ccollections\nOrderedDict\n)RtR"
+    b"X\x01\x00\x00\x00n](K\x01G@\x04\x00\x00\x00\x00\x00\x00N\x88X\x01\x00\x00\x00x\x86eu."
+)
+
+
+def _torch_pickle(data: bytes) -> None:
+    load_pickle(data, file="file", allowed=("collections.deque",), storages={"0": (64, 24)})
+
+
+def _torch_file(data: bytes) -> None:
+    read_torch_file(MemoryStore({"file": data}), "file")
+
+
+def _torch_file_seeds() -> list[bytes]:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in (("data.pkl", PICKLE), ("byteorder", b"little"), ("data/0", bytes(24))):
+            archive.writestr(f"archive/{name}", content)
+    return [buffer.getvalue()]
+
+
 def _slot_record(data: bytes) -> None:
     found = unpack_copy(data[:COPY_BYTES].ljust(COPY_BYTES, b"\0"))
     if found is not None and found[0] and unpack_copy(pack_copy(*found)) != found:
@@ -377,6 +405,8 @@ PARSERS = (
     Parser("disk_file", _disk_file, (DiskChunkUnusable,), _disk_seeds, False),
     Parser("disk_file_checksummed", _disk_file_checksummed, (DiskChunkUnusable,), _disk_seeds, False),
     Parser("disk_header", _disk_header, (DiskChunkUnusable,), _disk_seeds, False),
+    Parser("torch_pickle", _torch_pickle, (ConvertError,), lambda: [PICKLE], False),
+    Parser("torch_file", _torch_file, (ConvertError,), _torch_file_seeds, False),
     Parser("disk_name", _disk_name, (), lambda: [chunk_name(CHUNK_KEY).encode()], False),
     Parser("slot_record", _slot_record, (), _slot_record_seeds, False),
     Parser("slot_record_checksummed", _slot_record_checksummed, (), _slot_record_seeds, False),

@@ -1,0 +1,182 @@
+"""The formats that a conversion reads, recognised by the files that are there.
+
+    listing of the source --> the first format in FORMATS that recognises it --> Source
+
+A format looks at names first and reads no weights. Each is a module of its own. Safetensors files are read here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.converting import dcp, deepspeed, megatron, rank_files
+from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
+from cluster.errors import ConvertError
+from storage.checkpoints.checkpoint_files import HEADERS_KEY, INDEX_KEY, SUFFIX, map_threads, parse_weight_map
+from storage.checkpoints.safetensors_header import MAX_ELEMENTS, Header, HeaderTensor, read_head
+from storage.errors import InvalidIndex
+from storage.problems import Problems, quote
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
+
+Listing = Mapping[str, ObjectInfo]
+SAFETENSORS = "safetensors"
+SHARDING_KEY = "DCP_SHARDING_INFO"  # of torch's HuggingFaceStorageWriter, in the header's metadata
+_MAX_INDEX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format."""
+
+    name: str
+    looks_like: str  # the files by which it is recognised, for messages
+    recognise: Callable[[Listing], bool]
+    read: Callable[[ObjectStore, Listing], Source]
+
+
+def find_source(store: ObjectStore, only_key: str | None = None) -> tuple[Source, dict[str, ObjectInfo]]:
+    """Recognise the checkpoint at the root of a store, and describe it.
+
+    Args:
+        store: Root of the source.
+        only_key: Use this file alone.
+
+    Returns:
+        The source, and the objects that were listed, by key.
+
+    Raises:
+        ConvertError: No format is recognised, or the checkpoint is not whole. Problems are listed.
+        UnsafePickle: A file names code that no checkpoint needs.
+        StoreError: The store did not answer.
+    """
+    listing = {info.key: info for info in store.list()}
+    if only_key is not None:
+        listing = {key: info for key, info in listing.items() if key == only_key}
+    for one in FORMATS:
+        if one.recognise(listing):
+            return one.read(store, listing), listing
+    known = "; ".join(f"{one.name} ({one.looks_like})" for one in FORMATS)
+    raise ConvertError(f"no checkpoint of a known format is at {quote(store.uri)}", hint=f"known are: {known}")
+
+
+def recognise(listing: Listing) -> bool:
+    """Return whether a listing has safetensors files."""
+    return bool(_shards(listing))
+
+
+def read(store: ObjectStore, listing: Listing) -> Source:
+    """Return safetensors files as a source: whole tensors, or the parts of torch's HuggingFaceStorageWriter.
+
+    Args:
+        store: The store, with the folder of the files as its root, or one around it.
+        listing: All objects below its root, by key.
+
+    Raises:
+        ConvertError: Files are missing, or a tensor is in two of them; the message lists every problem.
+        StoreError: The store did not answer.
+    """
+    problems = Problems()
+    keys = _shards(listing)
+    wanted: dict[str, str] = {}
+    if INDEX_KEY in listing:
+        wanted = _weight_map(store, listing)
+        keys = sorted(set(wanted.values()))
+        for key in keys:
+            if key not in listing:
+                problems.add(f"the file {quote(key)}, which {INDEX_KEY} names, is missing")
+    if problems:
+        raise rank_files.refused(store, SAFETENSORS, problems)
+
+    def head(key: str) -> Header:
+        return read_head(store, key, listing[key].size_bytes, etag=listing[key].etag)[0]
+
+    parts: dict[str, list[tuple[HeaderTensor, StoredPiece]]] = {}
+    for key, header in zip(keys, map_threads(head, keys), strict=True):
+        offsets = _saved_offsets(header, key)
+        for tensor in header.tensors:
+            if not wanted or wanted.get(tensor.name) == key:
+                start = offsets.get(tensor.name, (0,) * len(tensor.shape))
+                piece = StoredPiece(key, tensor.start, start, tensor.shape)
+                parts.setdefault(tensor.name, []).append((tensor, piece))
+    for name, key in wanted.items():
+        if name not in parts:
+            problems.add(f"{quote(name)} is not in {quote(key)}, which {INDEX_KEY} names")
+    found = [_joined(name, some, problems) for name, some in parts.items()]
+    if problems:
+        raise rank_files.refused(store, SAFETENSORS, problems)
+    folder = keys[0].rpartition("/")[0]
+    return Source(SAFETENSORS, tuple(found), other_files(listing, f"{folder}/" if folder else ""))
+
+
+def _shards(listing: Listing) -> list[str]:
+    return sorted(key for key in listing if key.endswith(SUFFIX) and key != HEADERS_KEY)
+
+
+def _weight_map(store: ObjectStore, listing: Listing) -> dict[str, str]:
+    size_bytes = listing[INDEX_KEY].size_bytes
+    if size_bytes > _MAX_INDEX_BYTES:
+        raise ConvertError(f"{INDEX_KEY} has {size_bytes} bytes; at most {_MAX_INDEX_BYTES} are read")
+    try:
+        return parse_weight_map(read_bytes(store, INDEX_KEY, ByteRange(0, size_bytes)))
+    except InvalidIndex as error:
+        raise ConvertError(f"{INDEX_KEY} is no index: {error.message}", hint=error.hint) from error
+
+
+def _saved_offsets(header: Header, key: str) -> dict[str, tuple[int, ...]]:
+    """Return where the tensors of a file begin in whole ones, if torch's HuggingFaceStorageWriter wrote it."""
+    text = (header.metadata or {}).get(SHARDING_KEY)
+    if text is None:
+        return {}
+    dimensions = {tensor.name: len(tensor.shape) for tensor in header.tensors}
+    try:
+        told: Any = json.loads(text)
+        found = {name: tuple(one["saved_offsets"]) for name, one in told.items()}
+        for name, start in found.items():
+            if len(start) != dimensions.get(name, len(start)) or not all(
+                type(one) is int and 0 <= one <= MAX_ELEMENTS for one in start
+            ):
+                raise ValueError(f"offsets of {name}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConvertError(
+            f"{quote(key)} has a malformed {SHARDING_KEY} in its header", hint="copy the file again"
+        ) from error
+    return found
+
+
+def _joined(name: str, parts: list[tuple[HeaderTensor, StoredPiece]], problems: Problems) -> SourceTensor:
+    """Return the tensor that has these parts. Only their ends say how large it is."""
+    first = parts[0][0]
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredPiece] = {}
+    for tensor, piece in parts:
+        if (tensor.dtype, len(tensor.shape)) != (first.dtype, len(first.shape)):
+            problems.add(f"{quote(name)} is {tensor.dtype} in {quote(piece.file)}, elsewhere {first.dtype}")
+            return SourceTensor(name, first.dtype, first.shape, ())
+        if (piece.start, piece.shape) in boxes:
+            other = boxes[piece.start, piece.shape].file
+            problems.add(f"{quote(name)} is in {quote(other)} and in {quote(piece.file)}")
+        boxes[piece.start, piece.shape] = piece
+    shape = tuple(
+        max(piece.start[dim] + piece.shape[dim] for piece in boxes.values()) for dim in range(len(first.shape))
+    )
+    return SourceTensor(name, first.dtype, shape, tuple(boxes.values()))
+
+
+# Those with files of a kind of their own come first: their folders may have other formats' files, too.
+FORMATS: tuple[Format, ...] = (
+    Format("DeepSpeed", "*_optim_states.pt, or zero/*/fp32.pt", deepspeed.recognise, deepspeed.read),
+    Format(
+        rank_files.FSDP,
+        "model_world_size_4_rank_0.pt, *_rank0.bin",
+        rank_files.recognise_ranks,
+        rank_files.read_ranks,
+    ),
+    Format(megatron.FORMAT, "metadata.json and .metadata, of torch_dist", megatron.recognise, megatron.read),
+    Format(dcp.DCP, ".metadata and __0_0.distcp", dcp.recognise, dcp.read),
+    Format(SAFETENSORS, "*.safetensors", recognise, read),
+    Format(
+        rank_files.PYTORCH, "pytorch_model.bin, *.bin, *.pt, *.pth", rank_files.recognise_files, rank_files.read_files
+    ),
+)

@@ -1,0 +1,142 @@
+"""Checkpoints of Megatron-Core in the format `torch_dist` as a source, with the names of Hugging Face.
+
+    latest_checkpointed_iteration.txt     number of the newest iteration
+    iter_0000007/metadata.json            names the format
+    iter_0000007/.metadata                a pickle of torch's distributed checkpoints: tensors, chunks, places
+    iter_0000007/__0_0.distcp             the chunks; each is a file of torch.save
+    config.json                           of the model; may be in `huggingface/` or beside the iteration
+
+Megatron knows a model by the arguments of its training, so the source needs the `config.json` that the converted model
+will have. `megatron_names` has what becomes of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from cluster.converting.dcp import METADATA, open_items, read_metadata
+from cluster.converting.megatron_names import FAMILIES, Shape, is_weight, to_hugging_face
+from cluster.converting.source import Source, SourceTensor, other_files
+from cluster.errors import ConvertError
+from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
+from storage.problems import Problems, quote
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
+
+FORMAT = "Megatron-Core torch_dist"
+
+_FORMAT_KEY = "metadata.json"
+_POINTER = "latest_checkpointed_iteration.txt"
+_MAX_SMALL_BYTES = 64 << 10
+_MAX_UNITS = 1_000_000  # layers times experts
+# Plans of the save, which Megatron keeps to save the same again faster.
+_ALLOWED = (
+    *(
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+)
+
+
+def recognise(listing: Mapping[str, ObjectInfo]) -> bool:
+    """Return whether a listing has a folder that Megatron writes: with torch's metadata, and a file that names it."""
+    return bool(_folders(listing))
+
+
+def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
+    """Return a checkpoint of Megatron-Core as a source.
+
+    Args:
+        store: The store, with the folder of the checkpoint or of one iteration as its root.
+        listing: All objects below its root, by key.
+
+    Returns:
+        The weights of the newest iteration, or of the only one, as Hugging Face names and shapes them.
+
+    Raises:
+        ConvertError: The files do not make a model of a known family; the message lists every problem.
+        ModelConfigError: The model's config.json is broken.
+        UnsafePickle: A file names code that no checkpoint needs.
+        StoreError: The store did not answer.
+    """
+    folder = _choose(store, listing)
+    extra = other_files(listing, folder)
+    shape = _read_shape(store, listing, extra.get("config.json"))
+    problems = Problems()
+    described, items, _ = read_metadata(store, listing, folder, problems, allowed=_ALLOWED)
+    weights = {name: one for name, one in described.items() if is_weight(name)}
+    wanted = [item for item in items if item.name in weights]
+    pieces = {} if problems else open_items(store, wanted, weights, problems)
+    stored = [SourceTensor(name, one.dtype, one.shape, tuple(pieces[name])) for name, one in weights.items() if pieces]
+    tensors = [] if problems else to_hugging_face(stored, shape, problems)
+    if problems:
+        hint = "check that all files were copied, and that config.json is that of the trained model"
+        raise ConvertError(f"{store.uri} is no Megatron checkpoint that can be converted: {problems}", hint=hint)
+    return Source(FORMAT, tuple(tensors), extra)
+
+
+def _folders(listing: Mapping[str, ObjectInfo]) -> list[str]:
+    """Return the folders that have both files of the format, in order."""
+    folders = (key.removesuffix(_FORMAT_KEY) for key in listing if key.rpartition("/")[2] == _FORMAT_KEY)
+    return sorted(folder for folder in folders if folder + METADATA in listing)
+
+
+def _small_file(store: ObjectStore, key: str, info: ObjectInfo, limit_bytes: int) -> bytes:
+    if info.size_bytes > limit_bytes:
+        raise ConvertError(f"{quote(key)} has {info.size_bytes} bytes; at most {limit_bytes} are read")
+    buffer = bytearray(info.size_bytes)
+    store.read_into(key, ByteRange(0, len(buffer)), memoryview(buffer))
+    return bytes(buffer)
+
+
+def _choose(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> str:
+    """Return the folder of the iteration that the pointer names, or the only one. Raises ConvertError."""
+    folders = _folders(listing)
+    chosen = folders[0]
+    if len(folders) > 1:
+        hint = f"name the folder of one of them: {', '.join(quote(one.rstrip('/')) for one in folders[:20])}"
+        pointer = listing.get(_POINTER)
+        if pointer is None:
+            raise ConvertError(f"{store.uri} has several iterations, and no {_POINTER}", hint=hint)
+        number = _small_file(store, _POINTER, pointer, _MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
+        named = [one for one in folders if re.fullmatch(rf"(.*/)?iter_0*{re.escape(number)}/", one)]
+        if len(named) != 1:
+            raise ConvertError(f"{store.uri} has no iteration {quote(number)}, which {_POINTER} names", hint=hint)
+        chosen = named[0]
+    key = chosen + _FORMAT_KEY
+    try:
+        backend = json.loads(_small_file(store, key, listing[key], _MAX_SMALL_BYTES)).get("sharded_backend")
+    except (ValueError, AttributeError, RecursionError) as exc:
+        raise ConvertError(f"{quote(key)} is not the JSON object that Megatron-Core writes") from exc
+    if backend != "torch_dist":
+        hint = "save it again with --ckpt-format torch_dist"
+        raise ConvertError(f"{quote(key)} names the format {quote(backend)}; only torch_dist is read", hint=hint)
+    return chosen
+
+
+def _read_shape(store: ObjectStore, listing: Mapping[str, ObjectInfo], key: str | None) -> Shape:
+    """Return the numbers of a model's config.json. Raises ConvertError and ModelConfigError."""
+    if key is None:
+        hint = "copy config.json and the tokenizer of the model of Hugging Face that was trained into the folder"
+        raise ConvertError(f"{store.uri} has no config.json, which says how heads and experts are divided", hint=hint)
+    data = _small_file(store, key, listing[key], MAX_CONFIG_BYTES)
+    config = parse_model_config(data)
+    if config.model_type not in FAMILIES:
+        family = f"the family {quote(config.model_type)}; known are {', '.join(FAMILIES)}"
+        raise ConvertError(f"{quote(key)} is of {family}", hint="convert it with the tools of the training framework")
+    fields = json.loads(data)
+    layers, vocabulary = fields.get("num_hidden_layers"), fields.get("vocab_size")
+    experts = fields.get("num_experts", fields.get("num_local_experts")) or 0
+    heads, groups, rows = config.num_attention_heads, config.kv_heads, config.head_rows
+    counts = {"num_hidden_layers": layers, "vocab_size": vocabulary, "num_attention_heads": heads, "head_dim": rows}
+    wrong = [name for name, count in counts.items() if type(count) is not int or count < 1]
+    if wrong or type(experts) is not int or experts < 0 or heads is None or rows is None:
+        raise ConvertError(f"{quote(key)} lacks numbers of the model: {', '.join(wrong) or 'num_experts'}")
+    if not groups or heads % groups:
+        raise ConvertError(f"{quote(key)}: {heads} attention heads are not divided by {groups} key and value heads")
+    if layers * max(1, experts) > _MAX_UNITS:
+        raise ConvertError(f"{quote(key)}: {layers} layers of {experts} experts are more than {_MAX_UNITS}")
+    return Shape(layers, heads, groups, rows, vocabulary, experts, config.tie_word_embeddings is True)

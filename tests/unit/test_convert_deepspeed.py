@@ -1,0 +1,224 @@
+"""DeepSpeed checkpoints as a source: real ones against DeepSpeed's own merge, and the rules of flat vectors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from cluster.converting.deepspeed import Run, place_in_groups, place_in_ranks, read, recognise
+from cluster.converting.source import Source, SourceTensor
+from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
+from storage.problems import Problems
+from storage.stores.local import LocalStore
+from tests.support.trainer_checkpoints import assemble
+
+NAMES = ["zero1-bf16", "zero1-fp32", "zero2-bf16", "zero3-bf16", "zero3-fp32"]
+STEP = "global_step2"
+
+
+def source(folder: Path) -> Source:
+    store = LocalStore(folder)
+    listing = {info.key: info for info in store.list()}
+    assert recognise(listing)
+    return read(store, listing)
+
+
+def bits(folder: Path) -> dict[str, np.ndarray]:
+    return {tensor.name: assemble(folder, tensor) for tensor in source(folder).tensors}
+
+
+def merged(path: Path) -> dict[str, np.ndarray]:
+    """The weights that zero_to_fp32.py made."""
+    with safe_open(path, "pt") as file:
+        return {name: as_bits(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def as_bits(tensor) -> np.ndarray:  # type: ignore[no-untyped-def]
+    import torch
+
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+    return tensor.view(kinds[tensor.element_size()]).numpy().view(unsigned[tensor.element_size()])
+
+
+def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    for name, one in wanted.items():
+        assert np.array_equal(found[name], one), name
+        assert found[name].dtype == one.dtype, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_of_zero_to_fp32(deepspeed_checkpoints: Path, name: str) -> None:
+    found, wanted = bits(deepspeed_checkpoints / name), merged(deepspeed_checkpoints / f"{name}.safetensors")
+    assert_same(found, wanted)
+    # its script loses frozen weights of stage 1
+    assert found.keys() - wanted.keys() == ({"frozen.weight"} if name.startswith("zero1") else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_universal_form_has_the_same_weights(deepspeed_checkpoints: Path, name: str) -> None:
+    universal = deepspeed_checkpoints / f"{name}-universal"
+    assert source(universal).format == "DeepSpeed universal"
+    assert_same(bits(universal), merged(deepspeed_checkpoints / f"{name}.safetensors"))
+
+
+@pytest.mark.slow
+def test_bf16_optimizer_is_read_though_its_stage_is_missing(deepspeed_checkpoints: Path) -> None:
+    """zero_to_fp32.py refuses these files; the weights are compared with the universal form."""
+    found = bits(deepspeed_checkpoints / "zero1-accumulating")
+    assert_same(found, bits(deepspeed_checkpoints / "zero1-accumulating-universal"))
+    assert found["first.weight"].dtype == np.uint32
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda step: (step / name).unlink()
+
+
+def copy(name: str, other: str) -> Callable[[Path], object]:
+    return lambda step: shutil.copy(step / name, step / other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("zero3-bf16", drop("bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"), ["optimizer file of rank 2 is missing"]),
+        ("zero3-bf16", drop("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), ["optimizer file of rank 3 is missing"]),
+        ("zero3-bf16", drop("zero_pp_rank_1_mp_rank_00_model_states.pt"), ["model file of rank 1 is missing"]),
+        ("zero2-bf16", drop("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), ["one of 4 ranks", "3 optimizer files"]),
+        ("zero2-bf16", drop("mp_rank_00_model_states.pt"), ["no file with the names"]),
+        (
+            "zero1-bf16",
+            copy("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
+            ["2 tensor parallel ranks", "ds_to_universal.py"],
+        ),
+    ],
+)
+def test_missing_files_are_named(
+    deepspeed_checkpoints: Path, tmp_path: Path, name: str, damage: Callable[[Path], object], words: list[str]
+) -> None:
+    shutil.copytree(deepspeed_checkpoints / name, tmp_path / "copy")
+    damage(tmp_path / "copy" / STEP)
+    with pytest.raises(ConvertError) as raised:
+        source(tmp_path / "copy")
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.slow
+def test_ranks_of_another_stage_are_refused(deepspeed_checkpoints: Path, tmp_path: Path) -> None:
+    shutil.copytree(deepspeed_checkpoints / "zero1-fp32", tmp_path / "copy")
+    file = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(deepspeed_checkpoints / "zero3-fp32" / STEP / file, tmp_path / "copy" / STEP / file)
+    with pytest.raises(ConvertError, match="is of ZeRO stage 3"):
+        source(tmp_path / "copy")
+
+
+@pytest.mark.slow
+def test_newest_step_is_the_one_that_latest_names(deepspeed_checkpoints: Path, tmp_path: Path) -> None:
+    shutil.copytree(deepspeed_checkpoints / "zero1-bf16", tmp_path / "copy")
+    shutil.copytree(deepspeed_checkpoints / "zero2-bf16" / STEP, tmp_path / "copy" / "global_step9")
+    assert {piece.file.split("/")[0] for one in source(tmp_path / "copy").tensors for piece in one.pieces} == {STEP}
+    (tmp_path / "copy" / "latest").write_text("global_step9\n")
+    assert_same(bits(tmp_path / "copy"), merged(deepspeed_checkpoints / "zero2-bf16.safetensors"))
+    (tmp_path / "copy" / "latest").unlink()
+    with pytest.raises(ConvertError, match="several steps"):
+        source(tmp_path / "copy")
+    assert recognise({info.key: info for info in LocalStore(tmp_path / "copy" / STEP).list()})
+
+
+@pytest.mark.slow
+def test_hostile_pickle_is_refused_and_not_run(deepspeed_checkpoints: Path, tmp_path: Path) -> None:
+    import torch
+
+    class Attack:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'run'}",)
+
+    shutil.copytree(deepspeed_checkpoints / "zero1-bf16", tmp_path / "copy")
+    file = tmp_path / "copy" / STEP / "mp_rank_00_model_states.pt"
+    torch.save({"module": {}, "client_state": Attack()}, file)
+    with pytest.raises(UnsafePickle, match=r"posix\.system"):
+        source(tmp_path / "copy")
+    assert not (tmp_path / "run").exists()
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(BrokenCheckpointFile):
+        source(tmp_path / "copy")
+    file.write_bytes(pickle.dumps({}))
+    with pytest.raises(BrokenCheckpointFile, match="not a zip file"):
+        source(tmp_path / "copy")
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+def named(shapes: list[tuple[int, ...]], prefix: str) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}{number}": shape for number, shape in enumerate(shapes)}
+
+
+@given(groups=st.lists(SHAPES, min_size=1, max_size=3), ranks=st.integers(1, 5), data=st.data())
+def test_pieces_of_groups(tmp_path_factory: pytest.TempPathFactory, groups: list, ranks: int, data) -> None:  # type: ignore[no-untyped-def]
+    """Stages 1 and 2: a group is one vector, padded to twice the ranks, in equal parts."""
+    folder, next_value = tmp_path_factory.getbasetemp(), 0
+    wanted, shapes, runs, paddings = {}, [], [], []
+    for number, listed in enumerate(groups):
+        names, vector, after = named(listed, f"{number}."), [], []
+        for name, shape in names.items():
+            wanted[name] = np.arange(next_value, next_value + prod(shape), dtype=np.uint32).reshape(shape)
+            next_value += prod(shape)
+            after.append(data.draw(st.integers(0, 3)))
+            vector += [*wanted[name].reshape(-1).tolist(), *[0] * after[-1]]
+        vector += [0] * (-len(vector) % (2 * ranks))
+        part = len(vector) // ranks
+        for rank in range(ranks):
+            np.array(vector[rank * part : rank * part + part], np.uint32).tofile(folder / f"{number}-{rank}")
+        runs.append([Run(f"{number}-{rank}", 0, part, "F32") for rank in range(ranks)])
+        shapes.append(names)
+        paddings.append(after)
+    problems = Problems()
+    placed = place_in_groups(runs, shapes, paddings, 4, problems)
+    assert not problems
+    for name, one in wanted.items():
+        assert np.array_equal(assemble(folder, SourceTensor(name, "F32", one.shape, placed[name])), one)
+    place_in_groups(runs, shapes, [[*one[:-1], one[-1] + 2 * ranks] for one in paddings], 4, problems)
+    assert len(problems) == len(groups)
+
+
+@given(shapes=SHAPES, ranks=st.integers(1, 5), data=st.data())
+def test_pieces_of_ranks(tmp_path_factory: pytest.TempPathFactory, shapes: list, ranks: int, data) -> None:  # type: ignore[no-untyped-def]
+    """Stage 3: a rank has an equal, padded share of every weight, and its vector is cut into groups anywhere."""
+    folder, names, next_value = tmp_path_factory.getbasetemp(), named(shapes, "w"), 0
+    wanted, vectors = {}, [[] for _ in range(ranks)]
+    for name, shape in names.items():
+        wanted[name] = np.arange(next_value, next_value + prod(shape), dtype=np.uint32).reshape(shape)
+        next_value += prod(shape)
+        flat = [*wanted[name].reshape(-1).tolist()]
+        flat += [0] * (-len(flat) % ranks)
+        share = len(flat) // ranks
+        for rank, vector in enumerate(vectors):
+            vector += flat[rank * share : rank * share + share]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(vectors[0])), max_size=3)))
+    bounds = [0, *cuts, len(vectors[0])]
+    runs = []
+    for rank, vector in enumerate(vectors):
+        np.array(vector, np.uint32).tofile(folder / f"rank{rank}")
+        runs.append([Run(f"rank{rank}", 4 * low, high - low, "F32") for low, high in itertools.pairwise(bounds)])
+    problems = Problems()
+    placed = place_in_ranks(runs, names, 4, problems)
+    assert not problems
+    for name, one in wanted.items():
+        assert np.array_equal(assemble(folder, SourceTensor(name, "F32", one.shape, placed[name])), one)
+    place_in_ranks(runs, {**names, "more": (1,)}, 4, problems)
+    assert len(problems) == ranks
