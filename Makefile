@@ -104,7 +104,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # pytest shows where native code crashed until it is done; with this Python does so until it ends
 test test-fast test-slow coverage: export PYTHONFAULTHANDLER = 1
 
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# A test process that dies ends the run: in a new one, what is left would begin in the middle of a file.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
 
 test-fast: $(STAMP)  ## tests that start no server and no Ray, none longer than a second or so
 	$(PYTEST) -q -m "not slow and not long and not gpu" $(TEST_ARGS)

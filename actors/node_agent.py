@@ -21,6 +21,7 @@ import itertools
 import logging
 import os
 import pickle
+import secrets
 import socket
 import threading
 import time
@@ -32,6 +33,7 @@ from typing import Protocol
 from actors.links import CoordinatorLink
 from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskWriter
+from actors.node.lending import LendingFacts, model_key
 from actors.node.node_ledger import NodeLedger
 from actors.node.node_load import NodeLoad
 from actors.node.node_resources import ArenaFilling, KeptMemory, NodeMeter, host_pools, open_arena
@@ -42,6 +44,7 @@ from cluster.messages import (
     ArenaAccess,
     BeatReply,
     JoinReply,
+    Lenders,
     Members,
     NodeFacts,
     NodeJob,
@@ -146,6 +149,7 @@ class PeerShelf:
                 key, size_bytes = (b"", 0) if found is NoChunk.TOO_SLOW else self._ledger.on_disk(*wanted)
                 if key or found is not NoChunk.COMING or left_s <= 0:
                     break
+                self._changed.notify_all()  # a reader may have to fetch it
                 came.clear()
                 self._waiting.setdefault(wanted, []).append(came)
             came.wait(left_s)
@@ -191,6 +195,7 @@ class PeerShelf:
 
 
 _LOG = logging.getLogger("longshore.agent")
+LENDERS_S = 2.0  # a load of readers waits so long for the coordinator to say which other nodes read the model
 LONGEST_WAIT_S = 5.0  # a rank's call waits so long for orders; must be shorter than the rank's timeout for the agent
 
 
@@ -227,6 +232,7 @@ class NodeAgent:
         self._heard_s = time.monotonic()
         self._changed = threading.Condition()
         self._stopped = threading.Event()
+        self._beat_soon = threading.Event()  # set: the next heartbeat is due now
         self._error: LongshoreError | None = None
         self._asked_for: tuple[str, ...] = ()
         # Incarnations of the coordinator: the one that answered last, and the one that received the settings.
@@ -354,16 +360,42 @@ class NodeAgent:
         memory = PeakMemory()
         if tables is None:  # without the lock: ranks wait for it
             tables = JobTables.of(job, members=Members.unpack(members), node_id=self._node_id)
+        if tables.routes is None and self._lends(job, tables):
+            model, rate = model_key(tables.shared, job.store_identity), self._config.peer_bytes_per_s
+            tables = tables.lends(LendingFacts(self._node_id, model, secrets.token_bytes(32), rate))
         self._kept.make_room(job.host_bytes)
         with self._changed:
             self._usable()
             begun = self._ledger.begin(job, time.monotonic(), tables)
+            if begun and tables.lending is not None:
+                self._find_lenders(job.load_id)
             if begun:
                 self._memory.setdefault(job.load_id, memory)
                 if newer := self._newer_members.pop(job.load_id, b""):
                     self._ledger.update_members(job.load_id, Members.unpack(newer))
             self._changed.notify_all()
             return begun
+
+    def _lends(self, job: NodeJob, tables: JobTables) -> bool:
+        """Return whether the load can share chunks with readers on other nodes."""
+        of_readers = job.on_demand or job.process is not None
+        sends = of_readers and tables.is_sure and not job.is_local and job.placement != "direct"
+        return sends and self._peer is not None and self._coordinator is not None
+
+    def _find_lenders(self, load_id: str) -> None:
+        """Wait until the coordinator has said which other nodes read the model. Call it with the agent's lock."""
+        self._beat_soon.set()
+        give_up_s = time.monotonic() + LENDERS_S
+        while not self._ledger.knows_lenders(load_id) and (left_s := give_up_s - time.monotonic()) > 0:
+            self._changed.wait(left_s)
+            self._usable()
+
+    def use_lenders(self, found: tuple[Lenders, ...]) -> None:
+        """Take over which other nodes have readers of the same models."""
+        with self._changed:
+            self._usable()
+            self._ledger.use_lenders(found)
+            self._changed.notify_all()
 
     def update_members(self, load_id: str, members: bytes) -> None:
         """Take over where the load's nodes serve chunks now: an agent was restarted. `members`: packed."""
@@ -450,6 +482,7 @@ class NodeAgent:
             if only_idle and self._ledger.is_busy and not self._stopped.is_set():
                 return False
             self._stopped.set()
+            self._beat_soon.set()
             self._arena.unlink()
             self._changed.notify_all()
         if self._door is not None:
@@ -561,7 +594,11 @@ class NodeAgent:
 
     def _beat(self) -> None:
         """Send heartbeats to the coordinator. The agent ends itself when none was answered for long."""
-        while self._coordinator is not None and not self._stopped.wait(self._config.heartbeat_s):
+        while self._coordinator is not None:
+            self._beat_soon.wait(self._config.heartbeat_s)
+            self._beat_soon.clear()
+            if self._stopped.is_set():
+                return
             reply = None
             with self._work.turn("the heartbeat"):
                 reply = self._say_alive(self._coordinator)
@@ -593,6 +630,8 @@ class NodeAgent:
             with self._changed:
                 self._ledger.answered(beat, reply.coordinator)
                 self._ledger.take_members(reply.members)
+                self._ledger.use_lenders(reply.lenders)
+                self._changed.notify_all()
             self._asked_for = reply.unknown_loads
             for load_id in reply.ended_loads:
                 self.end(load_id)

@@ -104,6 +104,37 @@ class PeerSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Lender:
+    """A node whose readers read a model now, as the other nodes with such readers see it (`actors.node.lending`)."""
+
+    node_id: str
+    source: PeerSource
+    weight: float = 1.0  # the share of the chunks that it reads from the store, relative to the other nodes
+    reads: bool = True  # False: its readers are done, and it lends what its arena still has
+
+
+@dataclass(frozen=True, slots=True)
+class Lends:
+    """A load of readers that shares a model out with those of other nodes."""
+
+    load_id: str
+    model: bytes  # the same for loads that can share chunks (`actors.node.lending.model_key`)
+    key: bytes = field(repr=False)  # of `PeerSource`
+    bytes_per_s: float = 0.0  # that the node can send, if it is known
+    version: int = -1  # of the list of lenders that it has
+    reads: bool = True  # see `Lender`
+
+
+@dataclass(frozen=True, slots=True)
+class Lenders:
+    """The nodes whose readers read a model now."""
+
+    model: bytes
+    version: int  # larger for a later list
+    lenders: tuple[Lender, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Members:
     """The nodes of a load, and those of others, as far as they may read chunks from each other."""
 
@@ -416,6 +447,7 @@ class AgentBeat:
     settings: tuple[SettingStatus, ...] = ()  # the agent's settings, until the coordinator answers
     members: tuple[GroupMember, ...] = ()  # members of groups, until they release their rank or die
     peer: Peer | None = None  # where it serves chunks to other nodes; None: nowhere
+    lends: tuple[Lends, ...] = ()  # its loads of readers that share chunks with other nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,3 +459,4 @@ class BeatReply:
     ended_loads: tuple[str, ...] = ()  # the agent removes them
     node_dead: bool = False  # Ray counts the node as dead; the agent must end
     members: tuple[GroupMember, ...] = ()  # reported by an earlier agent of the node; adopt those that live
+    lenders: tuple[Lenders, ...] = ()  # for the beat's `lends`, as far as their versions are old

@@ -18,10 +18,12 @@ disk stay. The next load on the node starts another agent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,19 +35,100 @@ from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, Placement, is_update
 from actors.coordination.spawn import end_orphans
 from actors.coordination.worker_groups import WorkerGroups
+from actors.links import ask_agent
 from cluster.config import Config
-from cluster.messages import AgentBeat, BeatReply, GroupMember, LoadBeat, RankBeat
+from cluster.messages import (
+    AgentBeat,
+    BeatReply,
+    GroupMember,
+    Lender,
+    Lenders,
+    Lends,
+    LoadBeat,
+    PeerSource,
+    RankBeat,
+)
 from cluster.scheduling.load_state import LoadState
 from cluster.scheduling.topology import IdleNodes
 from cluster.telemetry.counters import ClusterMetrics
 from cluster.telemetry.report import NodeStatus, SettingStatus
 from storage.errors import ArenaBusy, LongshoreError
+from storage.peers import Peer
 
 SILENT_S = 5.0  # an agent that is well speaks more often
 HELLO_S = 60.0  # a worker that is well has opened its device and its store by then, and speaks
 ASKED_S = 1.0  # what Ray said of the nodes is that old at most: all agents of a new coordinator speak at once
 BIND_S = 60.0  # a process that was told its group's revision has told its agent by then
+TELL_S = 5.0  # an agent that is well takes a list of lenders within this; its next heartbeat brings it otherwise
+SLOW_SHARE = 0.25  # of the rate of the fastest node: one below this only receives
 REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
+
+
+class LenderLists:
+    """The nodes whose readers read a model now, for each model. Pure.
+
+    A node that can send less than SLOW_SHARE of what the fastest one can has no weight: it only receives.
+    """
+
+    def __init__(self, first_version: int) -> None:
+        """`first_version`: larger than those of an earlier coordinator."""
+        self._versions = itertools.count(first_version)
+        self._nodes: dict[str, tuple[Peer, tuple[Lends, ...]]] = {}
+        self._lists: dict[bytes, Lenders] = {}
+
+    def note(self, node_id: str, peer: Peer | None, lends: tuple[Lends, ...]) -> dict[str, tuple[Lenders, ...]]:
+        """Take over what a node reports. Return the lists that have changed, for each of the other nodes on them."""
+        before = self._nodes.pop(node_id, None)
+        if peer is not None and lends:
+            self._nodes[node_id] = peer, lends
+        models = {each.model for each in (*lends, *(() if before is None else before[1]))}
+        changed = [self._lists[model] for model in sorted(models) if self._make(model)]
+        return {
+            other: found
+            for other, (_, theirs) in self._nodes.items()
+            if other != node_id
+            if (found := tuple(each for each in changed if any(each.model == one.model for one in theirs if one.reads)))
+        }
+
+    def keep(self, node_ids: Collection[str]) -> None:
+        """Forget all other nodes."""
+        for node_id in self._nodes.keys() - set(node_ids):
+            self.note(node_id, None, ())
+
+    def newer(self, lends: Iterable[Lends]) -> tuple[Lenders, ...]:
+        """Return the lists that a node with these loads does not have yet."""
+        found = {each.model: self._lists[each.model] for each in lends if each.model in self._lists}
+        old = {each.model for each in lends if each.reads and each.version < found.get(each.model, _NONE).version}
+        return tuple(found[model] for model in sorted(old))
+
+    def _make(self, model: bytes) -> bool:
+        """Make the model's list. Return whether it is another one than before, and not empty."""
+        first = {
+            node_id: (peer, next(each for each in lends if each.model == model))
+            for node_id, (peer, lends) in sorted(self._nodes.items())
+            if any(each.model == model for each in lends)
+        }
+        best = max((lends.bytes_per_s for _, lends in first.values()), default=0.0)
+        lenders = tuple(
+            Lender(node_id, PeerSource(peer, lends.load_id, lends.key), _weight(lends.bytes_per_s, best), lends.reads)
+            for node_id, (peer, lends) in first.items()
+        )
+        if not any(lender.reads for lender in lenders):
+            self._lists.pop(model, None)
+            return False
+        if model in self._lists and self._lists[model].lenders == lenders:
+            return False
+        self._lists[model] = Lenders(model, next(self._versions), lenders)
+        return True
+
+
+_NONE = Lenders(b"", -1, ())
+
+
+def _weight(bytes_per_s: float, best: float) -> float:
+    """Return a node's weight; a node without a known rate counts as one of the fastest."""
+    share = bytes_per_s / best if bytes_per_s and best else 1.0
+    return share if share >= SLOW_SHARE else 0.0
 
 
 class AgentWatch:
@@ -79,6 +162,7 @@ class AgentWatch:
         self._living: tuple[set[str], float] = set(), -math.inf  # nodes, and when Ray was asked
         self._telling: set[asyncio.Task[None]] = set()
         self._resending: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (model id, node id)
+        self._lenders = LenderLists(time.time_ns())
         self._ending: asyncio.Task[None] | None = None  # the last one, as a loop keeps no tasks alive
 
     @property
@@ -121,6 +205,7 @@ class AgentWatch:
         forgotten models had in the metrics.
         """
         self.metrics.keep(self._beats, self._models, time.monotonic())
+        self._lenders.keep(self._beats)
         self._settings = {node_id: kept for node_id, kept in self._settings.items() if node_id in self._beats}
         now_s = time.monotonic()
         silent = [node_id for node_id, (_, heard_s) in self._beats.items() if now_s - heard_s > SILENT_S]
@@ -184,10 +269,17 @@ class AgentWatch:
                 record.update_heard(beat)
         for record in self._models.values():
             if record.peer_moved(beat.node_id, beat.peer):
-                telling = asyncio.get_running_loop().create_task(self._load_run(record).tell_members({beat.node_id}))
-                self._telling.add(telling)
-                telling.add_done_callback(self._telling.discard)
-        return BeatReply(self._coordinator, unknown, tuple(ended), members=members)
+                self._in_background(self._load_run(record).tell_members({beat.node_id}))
+        for node_id, lists in self._lenders.note(beat.node_id, beat.peer, beat.lends).items():
+            self._in_background(_tell_lenders(node_id, lists))
+        return BeatReply(
+            self._coordinator, unknown, tuple(ended), members=members, lenders=self._lenders.newer(beat.lends)
+        )
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        telling = asyncio.get_running_loop().create_task(work)
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
 
     def _ended_updates(self, beat: AgentBeat) -> list[str]:
         """Return the loads of updates that nobody leads any more, once every agent has reported its loads."""
@@ -303,6 +395,13 @@ class AgentWatch:
         if rank.pid or rank.done or placement is None or placement.report is None:
             return False
         return (placement.incarnation, placement.attempt) == (rank.incarnation, rank.attempt)
+
+
+async def _tell_lenders(node_id: str, lists: tuple[Lenders, ...]) -> None:
+    agent = await asyncio.to_thread(spawn.find_agent, node_id)
+    if agent is not None:
+        with contextlib.suppress(Exception):  # the agent's next heartbeat asks for them
+            await ask_agent(agent, TELL_S, "a node's agent", "use_lenders", lists)
 
 
 def _status_of(beat: AgentBeat, age_s: float, settings: tuple[SettingStatus, ...]) -> NodeStatus:

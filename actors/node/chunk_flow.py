@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from actors.node.chunk_sources import ChunkSources, LoadMeter, source_of
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
+from actors.node.lending import Lending, LendingFacts
 from actors.node.peer_exchange import PeerExchange
 from actors.node.peer_routes import PeerRoutes
 from actors.node.reader_group import ReaderGroup
@@ -231,7 +232,17 @@ class JobTables:
     needs: Mapping[int, NDArray[np.int64]]  # rank -> chunks that it touches
     largest_chunk_bytes: int
     routes: PeerRoutes | None = None  # between the nodes of the load; None: this node reads all from the store
-    key: bytes = field(default=b"", repr=False)  # of `Members`
+    key: bytes = field(default=b"", repr=False)  # of `Members`, or of the load that lends
+    lending: LendingFacts | None = None  # of a load of readers that shares chunks with other nodes
+
+    @property
+    def is_sure(self) -> bool:
+        """True when all nodes see the same bytes: chunks have digests, or objects have versions."""
+        return self.shared.chunks.hash_name is not None or all(shard.etag is not None for shard in self.shared.shards)
+
+    def lends(self, facts: LendingFacts) -> JobTables:
+        """Return the tables of a load that shares chunks with readers on other nodes."""
+        return replace(self, lending=facts, key=facts.key)
 
     @classmethod
     def of(
@@ -275,10 +286,15 @@ class ChunkFlow:
         past = job.placement == "auto" and (kept_anyway or not fits) and (tables.routes is None or tables.routes.alone)
         self.direct = job.placement == "direct" or past
         self._chunks = self.keys.tables.chunks
-        self.peers = None
+        self.peers: PeerExchange | Lending | None = None
         if tables.routes is not None and not self.direct:
             shared = job.part, cache, self.keys, self.queue
             self.peers = PeerExchange(tables.routes, *shared, needs_digest=self._chunks.hash_name is None)
+        elif tables.lending is not None and not self.direct:
+            parts = job.part, cache, self.keys, self.queue
+            digestless = self._chunks.hash_name is None
+            self.peers = Lending(tables.lending, *parts, needs_digest=digestless, fetch=self._fetch_for_others)
+        self._now_s = now_s
         self._job = job
         self._cache = cache
         self._disk = disk
@@ -332,13 +348,15 @@ class ChunkFlow:
 
         A missing slot is the back-pressure on ranks. `place.short_of` names the reason.
         """
-        place.short_of = "slots"
+        place.short_of, self._now_s = "slots", now_s
         if self._readers is not None and place.in_hand >= self._readers.most:
             return None
         if place.process is None or not self._cache.reserve(self._job.part, self._job.min_slots):
             return None  # a load that was complete has released its minimum, and queues for it again
         if self.peers is not None:
             self.peers.take_up()
+        if isinstance(self.peers, Lending):
+            self.peers.forget(self._running())
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
             key = self.keys[chunk]
             if self._take_from_cache(chunk):
@@ -356,6 +374,8 @@ class ChunkFlow:
             owner, may_kill, keep = self._job.part, not self._job.on_demand, self._keeps(chunk)
             lease = self._cache.lease(key, place.process, deadline_s, owner=owner, keep=keep, may_kill=may_kill)
             if lease is None and self._drop_expected(place.rank, chunk, now_s):
+                continue
+            if lease is None and isinstance(self.peers, Lending) and self.peers.drop(now_s):
                 continue
             if lease is None:
                 return None
@@ -557,6 +577,13 @@ class ChunkFlow:
         for first, end in chunk_ranges:
             for chunk in self._readers.passed(place.rank, first, end, now_s) if self._readers is not None else ():
                 self._need_no_more(place.rank, chunk)
+
+    def _fetch_for_others(self, chunk: int) -> bool:
+        """Fetch the chunk for other nodes, as if a reader here had asked for it. Return False if none will read it."""
+        found = [] if self._readers is None else self._readers.asked_elsewhere(chunk, self._now_s)
+        for rank in found:
+            self._need(rank, chunk)
+        return bool(found) and self.queue.state(chunk) is ChunkState.PENDING
 
     def _need(self, rank: int, chunk: int) -> bool:
         """Let the rank need one more chunk. Return True if it is in the arena, where it is pinned for the rank now."""

@@ -18,12 +18,15 @@ from typing import Any
 
 from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskBacklog
+from actors.node.lending import LENDS_S, Lending
 from actors.node.node_load import NodeLoad
 from actors.node.object_checks import KeptSpans
 from cluster.errors import LoadCancelled, ModelNotFound, RankTaken
 from cluster.messages import (
     AgentBeat,
     GroupMember,
+    Lenders,
+    Lends,
     LoadBeat,
     Members,
     NodeJob,
@@ -297,7 +300,29 @@ class NodeLedger:
 
     def peer_key(self, load_id: str) -> bytes:
         """Return the key with which nodes prove that they take part in the load. Empty: it has none here."""
-        return next((load.peer_key for load in self._parts(load_id)), b"")
+        loads = self._parts(load_id) or [load for load in self._ended.values() if load.load_id == load_id]
+        return next((load.peer_key for load in loads), b"")
+
+    def lends(self, now_s: float) -> tuple[Lends, ...]:
+        """Return the loads of readers here that share chunks with those of other nodes, the ended ones last."""
+        return tuple(
+            Lends(load.load_id, facts.model, facts.key, facts.bytes_per_s, lending.version, lending.ended_s > now_s)
+            for load in (*self._loads.values(), *self._ended.values())
+            if isinstance(lending := load.peers, Lending) and now_s - lending.ended_s < LENDS_S
+            for facts in (lending.facts,)
+        )
+
+    def knows_lenders(self, load_id: str) -> bool:
+        """Return whether the load knows which other nodes have readers of its model, or does not need to."""
+        lending = (load.peers for load in self._parts(load_id) if isinstance(load.peers, Lending))
+        return all(each.version >= 0 for each in lending)
+
+    def use_lenders(self, found: Iterable[Lenders]) -> None:
+        """Take over which other nodes have readers of the same models."""
+        for each in found:
+            for load in self._loads.values():
+                if isinstance(load.peers, Lending) and load.peers.facts.model == each.model:
+                    load.peers.use_lenders(each.lenders, each.version)
 
     def update_members(self, load_id: str, members: Members) -> bool:
         """Take over where the load's nodes serve chunks now. Return False if the load is not known here."""
@@ -319,6 +344,11 @@ class NodeLedger:
             if not isinstance(found, NoChunk):
                 return load, found
             why_not = max(why_not, found, key=[NoChunk.MISSING, NoChunk.TOO_SLOW, NoChunk.COMING].index)
+        for load in self._ended.values():  # its readers were faster than those of other nodes
+            if load.load_id == load_id and isinstance(load.peers, Lending):
+                found = load.peers.ended_take(chunk, process, reader)
+                if not isinstance(found, NoChunk):
+                    return load, found
         return why_not
 
     def take_news(self) -> list[tuple[str, int]]:
@@ -508,6 +538,7 @@ class NodeLedger:
             counted_by=self._counters.coordinator,
             stats=NodeStats(stats),
             members=tuple(self._members.values()),
+            lends=self.lends(now_s),
         )
 
     def answered(self, beat: AgentBeat, coordinator: str) -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from actors.node.chunk_flow import ChunkFlow, JobTables, RankPlace
 from actors.node.chunk_sources import source_of
 from actors.node.disk_backlog import DiskBacklog
+from actors.node.lending import Lending
 from actors.node.object_checks import KeptSpans, ObjectChecks
 from actors.node.peer_exchange import PeerExchange
 from cluster.errors import LoadCancelled
@@ -80,7 +81,7 @@ class NodeLoad:
             place.grantable.clear()
         ended = {lease.key for lease in self._cache.end_owner(self.job.part, now_s)}
         if self.peers is not None:
-            self.peers.end()
+            self.peers.end(now_s)
         self._checks.forget_damaged(last=True)
         return ended
 
@@ -161,7 +162,7 @@ class NodeLoad:
         return ended
 
     @property
-    def peers(self) -> PeerExchange | None:
+    def peers(self) -> PeerExchange | Lending | None:
         """The load's exchange with other nodes. None: it reads everything from the store."""
         return self._flow.peers
 

@@ -11,7 +11,8 @@ that a node lacks always finds a slot, in its home and in all nodes on its ways.
 for at most ASKED_PER_HOP chunks at one time, for each hop of the trees.
 
 A chunk waits a few seconds for nodes that have not asked for it. Then they are *late*: nothing is kept for them until
-they ask for something that is still to come.
+they ask for something that is still to come. A node that has neither asked for a chunk nor sent one may not have begun:
+a process on a busy machine starts seconds after the others. It has BEGIN_PATIENCE_S.
 
 A node that is far slower than the others says so to those that ask, and they leave it out for a while. It is slow in
 sending if it gets chunks from others twice as fast as it sends them, though others wait in line. It is slow in
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -44,8 +46,11 @@ PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not
 CATCH_UP = 64  # chunks in which a node that began late must catch up
 PAUSE = 16  # after so many chunks without a waiting node that is far ahead, this one has caught up
 SLOW_S = 10.0  # a slow node refuses the others of its load so long
-PRESSED_PATIENCE_S = 1.0  # instead of PATIENCE_S, while other chunks find no room
+# Instead of PATIENCE_S, while other chunks find no room: for nodes that are silent, behind the others, or far beyond
+# the chunk. A node that is ahead of all others by half a window must not take them for late.
+PRESSED_PATIENCE_S = 1.0
 MOST_PATIENCE_S = 20.0  # as long as nodes wait for each other (`storage.peers.chunk_server`)
+BEGIN_PATIENCE_S = 20.0  # since the first chunk came, for nodes that have not begun
 PATIENT_FOR = 3  # but not less than so many times as the chunks that nodes ask for need to come: links may be slow
 LONG_LINE = 16  # requests for chunks that are here: a node with fewer is not slow
 _ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
@@ -100,6 +105,9 @@ class PeerExchange:
         self._asking: dict[tuple[int, str], float] = {}  # (chunk, node that waits for it) -> when it was seen last
         self._reading: Counter[tuple[int, str]] = Counter()
         self._late: set[str] = set()
+        self._begun: set[str] = set()  # nodes that have asked for a chunk or sent one
+        self._began_s = math.inf  # when the first chunk came here
+        self._heard: dict[str, tuple[float, int]] = {}  # node -> when it asked last, and for which chunk at most
         self._news: list[int] = []  # chunks that have come since `take_news`
         self._most_asked = ASKED_PER_HOP * max(1, routes.hops)
         self._needed_chunks = max(1, len(queue.chunks()))
@@ -178,6 +186,7 @@ class PeerExchange:
         if not self._aside[True]:  # else it may have waited for other nodes
             self._chunk_s += (max(0.0, now_s - self._come_s) - self._chunk_s) / min(self._come, 16)
         self._come_s = now_s
+        self._began_s = min(self._began_s, now_s)
         lease = self._leases.pop(commit.lease_id, None)
         sources = () if lease is None else lease.sources
         for source in (sources[at] for at in commit.failed_peers if at < len(sources)):
@@ -185,6 +194,7 @@ class PeerExchange:
         if 0 <= commit.peer < len(sources):
             self.received_bytes[sources[commit.peer].peer.host] += cached.length_bytes
             self._received += 1
+            self._begun.add(self._routes.node_at(sources[commit.peer].peer))
         if commit.digest:
             self._digests[commit.chunk] = commit.digest
         askers = self._routes.askers(commit.chunk) - self._late
@@ -206,6 +216,8 @@ class PeerExchange:
             return NoChunk.MISSING
         node_id, may_wait = asker.node_id, self._routes.may_wait(asker.node_id, chunk)
         self._routes.asked_by(node_id, chunk, now_s)
+        self._begun.add(node_id)
+        self._heard[node_id] = now_s, max(chunk, self._heard.get(node_id, (0.0, 0))[1])
         compares = asker.share_left is not None and self._routes.is_member(node_id)
         if compares and self._is_slow(now_s):
             return NoChunk.TOO_SLOW
@@ -275,16 +287,21 @@ class PeerExchange:
     def look(self, now_s: float) -> bool:
         """Let go of chunks for which other nodes did not come in time. Return whether there were any."""
         self._routes.forget(now_s)
-        patience_s = PRESSED_PATIENCE_S if self._aside[True] else PATIENCE_S
-        patience_s = max(patience_s, min(PATIENT_FOR * self._most_asked * self._chunk_s, MOST_PATIENCE_S))
+        need_s = min(PATIENT_FOR * self._most_asked * self._chunk_s, MOST_PATIENCE_S)
+        patience_s = max(PRESSED_PATIENCE_S if self._aside[True] else PATIENCE_S, need_s)
         for who, seen_s in list(self._asking.items()):
             if now_s - seen_s > PATIENCE_S:
                 del self._asking[who]
         late = []
+        waits = now_s - self._began_s <= BEGIN_PATIENCE_S
+        to_begin = self._routes.reachable - self._begun if waits else set()
         for chunk, kept in self._kept.items():
             if now_s - kept.since_s <= patience_s:
                 continue
-            self._late |= {each for each in kept.left if not self._comes(chunk, each)}
+            stays = to_begin
+            if now_s - kept.since_s <= max(PATIENCE_S, need_s):
+                stays = stays | self._on_their_way(chunk, now_s)
+            self._late |= {each for each in kept.left if not self._comes(chunk, each) and each not in stays}
         for chunk, kept in self._kept.items():
             kept.left = {each for each in kept.left if each not in self._late or self._comes(chunk, each)}
             if not kept.left:
@@ -293,11 +310,21 @@ class PeerExchange:
             self._let_go(chunk)
         return bool(late)
 
+    def _on_their_way(self, chunk: int, now_s: float) -> set[str]:
+        """Return the nodes that go on as the others do, and have asked for nothing far beyond the chunk."""
+        usual = statistics.median_low(furthest for _, furthest in self._heard.values()) if self._heard else 0
+        return {
+            node_id
+            for node_id, (heard_s, furthest) in self._heard.items()
+            if usual <= furthest + self._most_asked and furthest <= chunk + self._most_asked
+            if now_s - heard_s <= PATIENCE_S
+        }
+
     def update(self, members: Members) -> None:
         """Take over where nodes serve chunks now."""
         self._routes.update(members)
 
-    def end(self) -> None:
+    def end(self, now_s: float) -> None:
         """Keep nothing for other nodes any more."""
         for chunk in list(self._kept):
             self._let_go(chunk)

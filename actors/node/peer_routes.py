@@ -165,6 +165,15 @@ class PeerRoutes:
             if node.peer == source.peer:
                 self._left_out[at] = until_s
 
+    def node_at(self, peer: Peer) -> str:
+        """Return the id of the node of the load that serves chunks there. Empty: it is of another load."""
+        return next((node.node_id for node in self._nodes if node.peer == peer), "")
+
+    @property
+    def reachable(self) -> set[str]:
+        """Ids of the nodes that are not left out."""
+        return {node.node_id for at, node in enumerate(self._nodes) if at not in self._left_out}
+
     @property
     def leaves_out_many(self) -> bool:
         """True when so many nodes are left out that slow ones are better than none."""

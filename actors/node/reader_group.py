@@ -96,6 +96,22 @@ class ReaderGroup:
             self._expected[other].add(chunk)
         return found
 
+    def asked_elsewhere(self, chunk: int, now_s: float) -> list[int]:
+        """Record that another node asks for the chunk. Return the readers here that expect it from now on.
+
+        None if no reader here is going to read it soon.
+        """
+        found = [
+            rank
+            for rank, unread in self._unread.items()
+            if chunk < len(unread) and unread[chunk] and chunk not in self._expected[rank]
+            if not self._begun or now_s - self._active_s[rank] <= self._patience_s
+        ]
+        for rank in found:
+            self._expected[rank].add(chunk)
+            self.asked_chunks.add(chunk)
+        return found
+
     def read(self, rank: int, chunk: int, now_s: float) -> None:
         """Record that a reader has read the chunk."""
         self._goes_on(rank, now_s)

@@ -8,6 +8,7 @@ line of the tests and with a status that says nothing of them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 
@@ -25,7 +26,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     session = config.stash.get(_SESSION, None)
     if session is None or "ray" not in sys.modules:
         return
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(int(session.exitstatus))
+    try:
+        for work in (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+            with contextlib.suppress(Exception):  # a closed pipe, for one
+                work()
+    finally:
+        os._exit(int(session.exitstatus))

@@ -387,7 +387,8 @@ def new_ray_cluster(**head: Any) -> Iterator[Any]:
     os.makedirs(get_default_ray_temp_dir(), exist_ok=True)  # Ray notes the cluster there, wherever `temp_dir` is
     ray_cluster = Cluster()
     try:
-        ray_cluster.add_node(wait=False, include_dashboard=False, **head)  # it would wait for 30 s at most
+        # It would wait for 30 s at most. Another cluster of this machine may have the default port of the dashboard.
+        ray_cluster.add_node(wait=False, include_dashboard=False, dashboard_port=None, **head)
         ray_cluster.wait_for_nodes(NODE_START_S)
         yield ray_cluster
     finally:

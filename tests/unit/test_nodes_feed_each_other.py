@@ -107,7 +107,7 @@ def check_read_once(nodes: Nodes, reports: Sequence[NodeReport]) -> None:
     counted = sum(report.hedges + sum(report.retries.values()) for report in reports)
     again_bytes = nodes.store.read_bytes - touched_bytes(nodes.plan)
     assert 0 <= again_bytes <= counted * CHUNK_BYTES
-    assert counted < len(nodes.plan.chunks) / 20
+    assert counted < len(nodes.plan.chunks) / 20, [report.retries for report in reports]
 
 
 LAYOUTS = {

@@ -8,7 +8,15 @@ from copy import copy
 import pytest
 
 from actors.node.chunk_flow import ChunkKeys
-from actors.node.peer_exchange import CATCH_UP, LONG_LINE, PAUSE, SLOW_S, PeerExchange
+from actors.node.peer_exchange import (
+    BEGIN_PATIENCE_S,
+    CATCH_UP,
+    LONG_LINE,
+    MOST_PATIENCE_S,
+    PAUSE,
+    SLOW_S,
+    PeerExchange,
+)
 from actors.node.peer_routes import PeerRoutes
 from bench.sim_peers import ReplicaTables
 from cluster.messages import Commit, Members, NodePeer
@@ -41,8 +49,8 @@ class Node:
         self.for_others = [chunk for chunk in range(CHUNKS) if "node-1" in routes.askers(chunk)]
         self.here: set[int] = set()
 
-    def get(self, count: int) -> None:
-        """So many chunks come, in the order of the plan."""
+    def get(self, count: int, peer: int = 0) -> None:
+        """So many chunks come, in the order of the plan, from the first of the nodes to ask, or (-1) from the store."""
         for _ in range(count):
             chunk = next(self.missing)
             lease = self.cache.lease(self.keys[chunk], RANK, 60.0, owner=PART)
@@ -53,7 +61,7 @@ class Node:
             cached = self.cache.lookup(self.keys[chunk])
             assert cached is not None
             self.queue.committed(chunk)
-            self.exchange.committed(Commit(lease.lease_id, chunk, peer=0), cached, 0.0)
+            self.exchange.committed(Commit(lease.lease_id, chunk, peer=peer), cached, 0.0)
             self.queue.placed(0, chunk)
             self.here.add(chunk)
 
@@ -141,3 +149,18 @@ def test_a_node_that_catches_up_is_waited_for(node: Node) -> None:
     assert node.take(node.to_come(), Asker("node-1", 1 - 3 * PAUSE / CHUNKS)) is NoChunk.COMING
     node.get(CATCH_UP)
     assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING  # the count begins anew
+
+
+def test_a_node_that_has_not_begun_is_waited_for_longer(node: Node) -> None:
+    """Node 1 asks for one chunk and then for none. The others have not begun."""
+    node.get(8, peer=-1)
+    first = min(node.here & set(node.for_others))
+    found = node.take(first)
+    assert isinstance(found, CachedChunk)
+    node.exchange.given(first, found, AGENT, f"peer-{first}", "node-1", received=True)
+    node.exchange.look(MOST_PATIENCE_S - 0.1)
+    kept = {chunk: set(each.left) for chunk, each in node.exchange._kept.items()}
+    assert kept
+    assert not any("node-1" in left for left in kept.values())
+    node.exchange.look(BEGIN_PATIENCE_S + 0.1)
+    assert not node.exchange._kept

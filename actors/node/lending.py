@@ -1,0 +1,376 @@
+"""Shares readers' chunks out among the nodes that read one model at one time. Pure.
+
+No coordinator plans these reads: readers on demand (`cluster.safe_open`, engine plug-ins) and hosted ranks begin when
+they like. Each node knows the others that read the same model now, and every chunk has an order of these nodes:
+
+    score of node n for chunk c = - weight(n) / ln(hash(c, n))      weighted rendezvous hashing (Thaler, Ravishankar)
+    order: n4 n1 n6 n0 ...     order[i] reads from order[(i - 1) // FAN_OUT]; n4, the chunk's home, reads the store
+
+A node that is asked for a chunk which none of its readers has asked for yet fetches it, as if one of them had.
+
+Nodes never wait for each other in a circle. A node waits only for nodes with higher scores, or for one that is reading
+the chunk from the store. A node that does not begin to fetch the chunk within BEGIN_S is not waited for.
+
+A home that began later than other nodes asks these first: they may have the chunk, or be about to. It also asks nodes
+whose readers are done. They lend what their arenas still have, for LENDS_S.
+
+A chunk stays in the window for the nodes that read it from here, for PATIENCE_S. If other chunks need its slot it stays
+PRESSED_PATIENCE_S. A node that did not come in time is *late*: nothing is kept for it until it asks again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from actors.node.peer_exchange import PATIENCE_S, PRESSED_PATIENCE_S, Keys
+from actors.node.peer_routes import FAN_OUT, LEFT_OUT_S, MOST_LEFT_OUT, MOST_SOURCES
+from cluster.messages import Commit, Lender, Members, PeerSource
+from cluster.planning.packed_plan import SharedTables
+from cluster.scheduling.concurrency import StoreAhead
+from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.slots import CachedChunk
+from storage.host.processes import ProcessId
+from storage.peers import Asker, NoChunk, Peer
+
+BEGIN_S = 1.0  # a node that was asked for a chunk begins to fetch it within this, or is not waited for
+BEHIND = 64  # a node that asks for a chunk so much further on has passed this one
+LENDS_S = 600.0  # a load lends so long after its end
+MOST_MISSES = 16  # chunks that an earlier node did not have, one after the other: then it is not asked any more
+_KEPT_ORDERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LendingFacts:
+    """A reader load that takes part in lending."""
+
+    node_id: str
+    model: bytes  # the same for all loads of the same chunks of the same objects
+    key: bytes  # with which other nodes prove that they may ask this load
+    bytes_per_s: float  # see `Lends`
+
+
+def model_key(tables: SharedTables, store_identity: str) -> bytes:
+    """Return what two loads have in common when a chunk's number means the same bytes to both; else it differs."""
+    chunks, digest = tables.chunks, hashlib.blake2b(digest_size=16)
+    for part in (store_identity, chunks.hash_name or "", *(f"{shard.key}\n{shard.etag}" for shard in tables.shards)):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    for column in (chunks.shard, chunks.start, chunks.end, *(() if chunks.digests is None else (chunks.digests,))):
+        digest.update(column.size.to_bytes(8, "little") + column.tobytes())
+    return digest.digest()
+
+
+def score(node_id: str, weight: float, chunk: int, model: bytes) -> float:
+    """Return the node's score for the chunk. A node with twice the weight is the home of twice as many chunks."""
+    data = node_id.encode("utf-8", "surrogatepass") + chunk.to_bytes(8, "little")
+    drawn = int.from_bytes(hashlib.blake2b(data, key=model[:64], digest_size=7).digest(), "little")
+    return -weight / math.log((drawn + 1) / (2**56 + 2))
+
+
+class Order:
+    """The nodes that read a model at one time, in the order of each chunk."""
+
+    def __init__(self, own: str, model: bytes) -> None:
+        """`own`: this node's id."""
+        self._own, self._model = own, model
+        self._weights = {own: 1.0}
+        self._orders: OrderedDict[int, list[str]] = OrderedDict()
+
+    def use(self, weights: dict[str, float]) -> None:
+        """Take over which nodes there are, with their weights."""
+        self._weights = {self._own: 1.0, **weights}
+        self._orders.clear()
+
+    def of(self, chunk: int) -> list[str]:
+        """Return the ids of all nodes, the chunk's home first."""
+        found = self._orders.get(chunk)
+        if found is None:
+            by_score = ((score(node, weight, chunk, self._model), node) for node, weight in self._weights.items())
+            found = self._orders[chunk] = [node for _, node in sorted(by_score, reverse=True)]
+            if len(self._orders) > _KEPT_ORDERS:
+                self._orders.popitem(last=False)
+        return found
+
+    def before(self, chunk: int, out: Collection[str]) -> list[str]:
+        """Return the nodes from which this one reads the chunk, the nearest first; `out`: those that are left out."""
+        order = self.of(chunk)
+        at = place = order.index(self._own)
+        found: list[str] = []
+        while at > 0:
+            at = (at - 1) // FAN_OUT
+            if order[at] not in out:
+                found.append(order[at])
+        return found[:MOST_SOURCES] or [node for node in order[:place] if node not in out][:1]
+
+    def after(self, chunk: int, out: Collection[str]) -> set[str]:
+        """Return the nodes that read the chunk from this one."""
+        order, found = self.of(chunk), set()
+        to_see = [order.index(self._own)]
+        while to_see:
+            at = to_see.pop()
+            for place in range(FAN_OUT * at + 1, min(len(order), FAN_OUT * at + FAN_OUT + 1)):
+                if order[place] in out:
+                    to_see.append(place)
+                else:
+                    found.add(order[place])
+        return found
+
+    def is_before(self, node_id: str, chunk: int) -> bool | None:
+        """Return whether the other node is before this one in the chunk's order. None: it is not known here."""
+        if node_id not in self._weights:
+            return None
+        order = self.of(chunk)
+        return order.index(node_id) < order.index(self._own)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A chunk of the window that other nodes have yet to read."""
+
+    cached: CachedChunk
+    left: set[str]
+    since_s: float
+
+
+class Lending:
+    """One reader load's share in the lending. It has the methods of `PeerExchange`."""
+
+    def __init__(
+        self,
+        facts: LendingFacts,
+        part: tuple[str, int],
+        cache: ChunkCache,
+        keys: Keys,
+        queue: LeaseQueue,
+        *,
+        needs_digest: bool,
+        fetch: Callable[[int], bool],
+    ) -> None:
+        """
+        Args:
+            part: Owner of the load's slots.
+            cache: It is shared with the node's other loads.
+            needs_digest: The chunks have no published digests.
+            fetch: Lets a reader of this node need the chunk. Returns False if none is going to read it.
+        """
+        self.facts = facts
+        self.version = -1  # of what it knows of other nodes
+        self.received_bytes: Counter[str] = Counter()  # by the host that sent them
+        self.sent_bytes = 0  # that other nodes have received whole
+        self.store_ahead = StoreAhead()
+        self._part, self._cache, self._keys, self._queue = part, cache, keys, queue
+        self._needs_digest, self._fetch = needs_digest, fetch
+        self._order = Order(facts.node_id, facts.model)
+        self._lenders: dict[str, PeerSource] = {}  # by node
+        self._earlier: dict[str, int] = {}  # nodes that read before this one began -> chunks that they did not have
+        self._done: set[str] = set()  # nodes whose readers have ended
+        self._out: dict[str, float] = {}  # nodes that failed, and until when
+        self._leases: dict[str, tuple[int, tuple[PeerSource, ...]]] = {}
+        self._leased: Counter[int] = Counter()  # leases of a chunk that read other nodes
+        self._digests: dict[int, bytes] = {}
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._asked_s: dict[int, float] = {}  # chunk that other nodes wait for and nobody fetches -> since when
+        self._late: set[str] = set()
+        self.ended_s = math.inf
+        self._news: list[int] = []
+
+    # -- other nodes come and go -------------------------------------------------------------------------------
+
+    def use_lenders(self, lenders: Collection[Lender], version: int) -> None:
+        """Take over which other nodes read the model now. `version`: an older one changes nothing."""
+        if version <= self.version:
+            return
+        first, self.version = self.version < 0, version
+        named = {lender.node_id: lender for lender in lenders if lender.node_id != self.facts.node_id}
+        self._lenders = {node_id: lender.source for node_id, lender in named.items()}
+        self._order.use({lender.node_id: lender.weight for lender in lenders if lender.reads})
+        done = {node_id for node_id, lender in named.items() if not lender.reads}
+        misses = {node_id: count for node_id, count in self._earlier.items() if node_id not in done - self._done}
+        asked = named.keys() if first else self._earlier.keys() & named.keys() | done
+        self._earlier = {node_id: misses.get(node_id, 0) for node_id in asked}
+        self._done = done
+        for kept in self._kept.values():
+            kept.left &= {node_id for node_id, lender in named.items() if lender.reads}
+
+    def update(self, members: Members) -> None:
+        """Change nothing: a load with members does not lend."""
+
+    @property
+    def left_out(self) -> tuple[Peer, ...]:
+        """The first of the nodes that failed and are asked for nothing for a while."""
+        found = [self._lenders[node_id].peer for node_id in self._out if node_id in self._lenders]
+        return tuple(found[:MOST_LEFT_OUT])
+
+    # -- leases ------------------------------------------------------------------------------------------------
+
+    share_left: float | None = None  # readers have no plan, so nobody is called slow by it
+    looks_no_further = False
+
+    def has_room(self, chunk: int, running: Callable[[], Collection[str]]) -> bool:
+        """Return True: what is kept for others makes room when a chunk needs it (`drop`)."""
+        return True
+
+    def take_up(self) -> None:
+        """Change nothing: no chunk is set aside."""
+
+    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool]:
+        """Note a lease. Return the nodes to read the chunk from, in this order, and whether others wait for it."""
+        nodes = self._order.before(chunk, self._out) if from_peers else []
+        if from_peers and not nodes:
+            nodes = [node for node in self._lenders if self._is_worth_asking(node)]
+            first = chunk % max(1, len(nodes))
+            nodes = [*nodes[first:], *nodes[:first]][:MOST_SOURCES]
+        sources = tuple(self._lenders[node] for node in nodes)
+        self._leases[lease_id] = chunk, sources
+        self._leased[chunk] += bool(sources)
+        self._asked_s.pop(chunk, None)
+        return sources, bool(self._order.after(chunk, self._out) - self._late)
+
+    def _is_worth_asking(self, node: str) -> bool:
+        return node not in self._out and self._earlier.get(node, MOST_MISSES) < MOST_MISSES
+
+    def forget(self, running: Collection[str]) -> None:
+        """Drop the leases that are not among `running`: they ended without the chunk."""
+        for lease_id in [lease_id for lease_id in self._leases if lease_id not in running]:
+            self._end_lease(lease_id)
+
+    def _end_lease(self, lease_id: str) -> tuple[PeerSource, ...]:
+        chunk, sources = self._leases.pop(lease_id, (-1, ()))
+        if sources:
+            self._leased[chunk] -= 1
+            self._leased += Counter()
+        return sources
+
+    def committed(self, commit: Commit, cached: CachedChunk, now_s: float) -> None:
+        """A lease has brought its chunk, which is at `cached`. It stays in the window for the nodes that read it here.
+
+        A chunk that the arena keeps anyway needs no place in the window.
+        """
+        self._news.append(commit.chunk)
+        sources = self._end_lease(commit.lease_id)
+        nodes = {source.peer: node_id for node_id, source in self._lenders.items()}
+        for at in (at for at in commit.failed_peers if at < len(sources)):
+            if (node := nodes.get(sources[at].peer)) is not None:
+                self._out[node] = now_s + LEFT_OUT_S
+        if 0 <= commit.peer < len(sources):
+            self.received_bytes[sources[commit.peer].peer.host] += cached.length_bytes
+        for at, source in enumerate(sources):
+            if (node := nodes.get(source.peer, "")) in self._earlier:
+                had = at == commit.peer
+                self._earlier[node] = 0 if had else self._earlier[node] + (at < commit.peer or commit.peer < 0)
+        if commit.digest:
+            self._digests[commit.chunk] = commit.digest
+        left = self._order.after(commit.chunk, self._out) - self._late
+        if not left or commit.chunk in self._kept or self._cache.kept(self._keys[commit.chunk]) is not None:
+            return
+        if len(self._kept) >= max(1, self._cache.window_slots // 2):
+            self._let_go(next(iter(self._kept)))
+        if self._cache.pin(cached, self._pinner(commit.chunk), owner=self._part):
+            self._kept[commit.chunk] = _Kept(cached, left, now_s)
+
+    def drop(self, now_s: float) -> bool:
+        """Let go of chunks that were kept for PRESSED_PATIENCE_S, as a chunk needs a slot. Return whether there were.
+
+        A node that has not come for one in that time is late.
+        """
+        return self._drop_older(now_s - PRESSED_PATIENCE_S)
+
+    def _drop_older(self, than_s: float) -> bool:
+        old = [chunk for chunk, kept in self._kept.items() if kept.since_s < than_s]
+        for chunk in old:
+            self._late |= self._kept[chunk].left
+            self._let_go(chunk)
+        return bool(old)
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def take(self, chunk: int, process: ProcessId, reader: str, asker: Asker, now_s: float) -> CachedChunk | NoChunk:
+        """Hold the chunk for another node, the asker, which reads it until it is `given`."""
+        if not self._queue.knows(chunk):
+            return NoChunk.MISSING
+        self._asks(asker.node_id, chunk)
+        cached = self._cache.copy(self._keys[chunk])
+        if cached is not None and self._needs_digest and chunk not in self._digests:
+            return NoChunk.MISSING
+        if cached is not None and self._cache.hold(cached, process, reader, owner=self._part):
+            return cached
+        is_before = self._order.is_before(asker.node_id, chunk)
+        if is_before is None or cached is not None:
+            return NoChunk.MISSING
+        state = self._queue.state(chunk)
+        if state is ChunkState.LEASED:
+            return NoChunk.COMING if not is_before or not self._leased[chunk] else NoChunk.MISSING
+        if is_before:
+            return NoChunk.MISSING
+        if state is ChunkState.WAITING:
+            return NoChunk.COMING
+        if state is not ChunkState.PENDING and not self._fetch(chunk):
+            return NoChunk.MISSING
+        if now_s - self._asked_s.setdefault(chunk, now_s) < BEGIN_S:
+            return NoChunk.COMING
+        return NoChunk.MISSING
+
+    def _asks(self, node_id: str, chunk: int) -> None:
+        """A node asks for a chunk: it is not late, and has passed those far before."""
+        self._late.discard(node_id)
+        for other, kept in list(self._kept.items()):
+            if other < chunk - BEHIND and node_id in kept.left:
+                self._has(node_id, other)
+
+    def ended_take(self, chunk: int, process: ProcessId, reader: str) -> CachedChunk | NoChunk:
+        """Hold a chunk for another node after the load's end, if the arena still has it."""
+        cached = self._cache.copy(self._keys[chunk]) if self._queue.knows(chunk) else None
+        if cached is None or (self._needs_digest and chunk not in self._digests):
+            return NoChunk.MISSING
+        return cached if self._cache.hold(cached, process, reader, owner=self._part) else NoChunk.MISSING
+
+    def take_news(self) -> list[int]:
+        """Return the chunks that have come since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def digest(self, chunk: int) -> bytes:
+        """Return the digest that other nodes get with the chunk; empty: they know the published one."""
+        return self._digests.get(chunk, b"")
+
+    def given(
+        self, chunk: int, cached: CachedChunk, process: ProcessId, reader: str, asker: str, *, received: bool
+    ) -> None:
+        """Release a chunk that another node has read, or has stopped reading. When all have it, it may go."""
+        self._cache.release(cached, process, reader)
+        if received:
+            self.sent_bytes += cached.length_bytes
+            self._has(asker, chunk)
+
+    def _has(self, node_id: str, chunk: int) -> None:
+        kept = self._kept.get(chunk)
+        if kept is not None:
+            kept.left.discard(node_id)
+            if not kept.left:
+                self._let_go(chunk)
+
+    # -- time --------------------------------------------------------------------------------------------------
+
+    def look(self, now_s: float) -> bool:
+        """Let go of chunks for which other nodes did not come in time. Return whether there were any."""
+        self._out = {node: until_s for node, until_s in self._out.items() if until_s >= now_s}
+        self._asked_s = {chunk: asked_s for chunk, asked_s in self._asked_s.items() if now_s - asked_s < LEFT_OUT_S}
+        return self._drop_older(now_s - PATIENCE_S)
+
+    def end(self, now_s: float) -> None:
+        """Keep nothing for other nodes any more."""
+        self.ended_s = now_s
+        for chunk in list(self._kept):
+            self._let_go(chunk)
+
+    def _let_go(self, chunk: int) -> None:
+        self._cache.unpin(self._kept.pop(chunk).cached, self._pinner(chunk))
+
+    def _pinner(self, chunk: int) -> tuple[tuple[str, int], str, int]:
+        """Return the key under which a chunk is pinned for other nodes."""
+        return self._part, "peers", chunk
