@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib
 import logging
 import os
 import re
@@ -35,6 +36,7 @@ from cluster.joining.patience import in_thread
 from cluster.small_files import LOAD_FORMAT, ModelSource
 from engines import warn_of_version
 from engines.filling import Weights, fill, log_report, reader_group, source_of
+from engines.resident_weights import ResidentWeights, Watch
 from storage.problems import MAX_LISTED, quote
 
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
@@ -51,6 +53,7 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         self._opened: list[OpenModel] = []
         self._opening: Future[OpenModel] | None = None  # the model's own weights, in another thread
         self._drafts = self._alone = False
+        self._updates = False  # whether the engine may take new weights in place (engines.vllm_updates)
         warn_of_version("vLLM", vllm.__version__, TESTED, _LOG)
 
     def download_model(self, model_config: ModelConfig) -> None:
@@ -61,6 +64,8 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         self._drafts = model_config.runner_type == "draft"
         # Draft models are on some workers only. A group that the target's load has not made would wait for the others.
         self._alone = self._drafts and not _LOADS
+        transfer = getattr(vllm_config, "weight_transfer_config", None)
+        self._updates = transfer is not None and transfer.backend == LOAD_FORMAT and not self._drafts
         drafting = vllm_config.speculative_config
         if self._drafts and drafting is not None and "model_uri" in self._extra:
             own = getattr(drafting.draft_load_config, "model_loader_extra_config", None)
@@ -94,8 +99,17 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         """Fill the model's parameters. Raises LayoutError for weights that do not match it."""
-        uri = source_of(model_config.model, self._extra).model_uri
-        loaded = fill(model, self.get_all_weights(model_config, model), model.load_weights, lambda: uri)
+        source = source_of(model_config.model, self._extra)
+        uri = source.model_uri
+        watch = Watch() if self._updates else contextlib.nullcontext()
+        with watch:
+            weights = self.get_all_weights(model_config, model)
+            named = weights if not isinstance(watch, Watch) else watch.named(weights)
+            loaded = fill(model, named, model.load_weights, lambda: uri)
+        if isinstance(watch, Watch) and len(self._opened) == 1:
+            ResidentWeights.attach(model, watch, source, self._opened[0].index)
+        else:
+            ResidentWeights.reloaded(model)
         check_loaded(model, model_config, loaded, uri)
         for opened in self._opened:
             log_report(opened, _LOG)
@@ -212,3 +226,8 @@ def group_of_engine() -> dict[str, Any]:
 
 
 register_model_loader(LOAD_FORMAT)(LongshoreModelLoader)
+with contextlib.suppress(ImportError):  # vLLM before 0.30 has no factory for it
+    WeightTransferEngineFactory = importlib.import_module(
+        "vllm.distributed.weight_transfer.factory"
+    ).WeightTransferEngineFactory
+    WeightTransferEngineFactory.register_engine(LOAD_FORMAT, "engines.vllm_updates", "LongshoreWeightTransfer")

@@ -158,6 +158,11 @@ class OpenModel:
         """Return the revision of the model: the digest of its manifest, or of its objects' names and versions."""
         return self._index.revision
 
+    @property
+    def index(self) -> ModelIndex:
+        """Return the facts about the model: tensors, chunks and their digests."""
+        return self._index
+
     def keys(self) -> list[str]:
         """Return the names of all tensors, sorted."""
         return sorted(self._tensors)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.counting_proxy import CountingProxy
-from tests.support.engines import REPOSITORY, bytes_read, chunks_read, config_folder, python_of
+from tests.support.engines import REPOSITORY, bytes_read, chunks_read, config_folder, python_of, tokens_of
 from tests.support.hf_models import make_tiny
 from tests.support.stored_models import publish_to
 
@@ -107,25 +106,6 @@ def example(python: Path, server: Any, folder: Path, model: str | Path, **more: 
     found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
     assert found is not None, said(done)
     return done, [int(token) for token in found[1].split()]
-
-
-def tokens_of(folder: Path) -> list[int]:
-    """Return what transformers writes with the weights of a folder, the best token each time."""
-    code = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-tokens = [1, 5, 7, 9]
-for _ in range(8):
-    tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-print("written:", *tokens[4:])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120, check=False
-    )
-    found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
-    assert found is not None, done.stderr[-2000:]
-    return [int(token) for token in found[1].split()]
 
 
 def test_the_example_writes_what_transformers_does(

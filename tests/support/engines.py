@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,22 @@ def chunks_read(proxy: CountingProxy) -> list[tuple[str, tuple[int, int]]]:
     """Return path and range of each request for weights."""
     read = [(request.path, request.range) for request in proxy.requests() if request.is_weights]
     return [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
+
+
+def tokens_of(folder: Path) -> list[int]:
+    """Return what transformers writes with the weights of a folder, the best token each time."""
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+tokens = [1, 5, 7, 9]
+for _ in range(8):
+    tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+print("written:", *tokens[4:])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+    found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
+    assert found is not None, done.stderr[-2000:]
+    return [int(token) for token in found[1].split()]

@@ -47,6 +47,8 @@ AT_MODULE_LEVEL = {
         "actors/handover/module_places",
         "actors/reader/lazy_tensor",
         "engines/filling",
+        "engines/resident_weights",
+        "engines/vllm_updates",
         "engines/sglang",
         "actors/saving/background",
         "actors/saving/boxed",

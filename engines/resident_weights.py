@@ -1,0 +1,418 @@
+"""The weights of a running engine, exchanged in place for those of another revision.
+
+    load     load_weights(lazy tensors) --Watch--> which checkpoint tensors are written into which parameter
+             templates of the parameters, before the engine repacks them
+    update   digests of both revisions --> changed tensors --> modules that hold them
+             1. stage: new parameters beside those modules, filled by the engine's own load_weights, verified
+             2. all ranks agree
+             3. exchange: copied into the live parameters; a module that packs its weights packs the new ones
+
+The parameters of a module belong together, because an engine packs a module as a whole. So all tensors of a module are
+read when one of them has changed. Until the exchange, nothing of the live model is touched: the staged parameters stand
+in their modules only while `load_weights` runs, when the engine computes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actors.reader.lazy_tensor import LazyTensor, assignments_read
+from actors.reader.open_model import OpenModel
+from cluster.errors import DoesNotFit, ModelBroken, UpdateFailed, UpdateRefused
+from cluster.small_files import ModelSource
+from engines.filling import Weights
+from storage.checkpoints.model_index import ModelIndex
+from storage.problems import Problems, quote
+
+_ATTRIBUTE = "_longshore_weights"  # of a model: its ResidentWeights
+HEADROOM_BYTES = 256 << 20  # of host memory that must stay free
+
+LoadWeights = Callable[[Weights], Any]
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes into which memory the tensors of a checkpoint are written, while a model is filled.
+
+    A plain tensor that a loader made from lazy ones counts for the tensor that the loader took last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: dict[int, set[str]] = {}  # address of a storage -> names
+        self._last = ""  # the tensor that the loader works on
+
+    def named(self, weights: Weights) -> Weights:
+        """Yield the weights, and remember which one the loader works on."""
+        for name, tensor in weights:
+            self._last = name
+            yield name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and self._last:
+                self.written.setdefault(value.untyped_storage().data_ptr(), set()).add(self._last)
+        return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """A parameter as the engine made it, before it was filled and packed. Without its memory."""
+
+    kind: type
+    attributes: Mapping[str, Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of its elements."""
+        size = self.dtype.itemsize
+        for count in self.shape:
+            size *= count
+        return size
+
+    def make(self) -> torch.nn.Parameter:
+        """Return a parameter like it, with memory of its own."""
+        data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        made: torch.nn.Parameter = torch.Tensor._make_subclass(self.kind, data, False)
+        made.__dict__.update(self.attributes)
+        return made
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A parameter of the model and the places where it stands: more than one when it is tied."""
+
+    name: str
+    template: Template
+    owners: list[tuple[torch.nn.Module, str]]
+    sources: frozenset[str]  # tensors of the checkpoint that are written into it
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """New parameters that wait for the exchange."""
+
+    slots: list[Slot]
+    parameters: list[torch.nn.Parameter]
+    names: set[str] = field(default_factory=set)  # tensors that were read
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory that they take."""
+        return sum(slot.template.size_bytes for slot in self.slots)
+
+
+class ResidentWeights:
+    """What an update has to know of a model that Longshore has filled."""
+
+    def __init__(self, model: torch.nn.Module, watch: Watch, source: ModelSource, index: ModelIndex) -> None:
+        """Describe the model after `load_weights`, and before the engine repacks anything."""
+        self.uri = source.model_uri
+        self.options = dict(source.options)  # of the store, for `safe_open`
+        self.index = index  # of the revision that the model has
+        self.broken = ""  # why the model may have contents of two revisions
+        self._model = model
+        self.slots = _slots(model, watch)
+        self.unknown = [slot.name for slot in self.slots if not slot.sources]
+
+    @staticmethod
+    def attach(model: torch.nn.Module, watch: Watch, source: ModelSource, index: ModelIndex) -> None:
+        """Keep the description with the model."""
+        model.__dict__[_ATTRIBUTE] = ResidentWeights(model, watch, source, index)
+
+    @staticmethod
+    def reloaded(model: torch.nn.Module) -> None:
+        """Note that somebody else has filled the model again: an update then reads everything."""
+        found = model.__dict__.get(_ATTRIBUTE)
+        if isinstance(found, ResidentWeights):
+            found.broken = "its weights were loaded again"
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> ResidentWeights:
+        """Return the description of a model. Raises UpdateRefused if Longshore did not fill it."""
+        found = model.__dict__.get(_ATTRIBUTE)
+        if not isinstance(found, ResidentWeights):
+            raise UpdateRefused(
+                "the engine's weights were not loaded by Longshore, or from several places",
+                hint="start the engine with Longshore's load format",
+            )
+        return found
+
+    def check_updatable(self, new: ModelIndex, unknown_packing: Callable[[torch.nn.Module], bool]) -> None:
+        """Raise UpdateRefused, with every reason, unless the model can take that revision in place.
+
+        `unknown_packing`: whether the engine changes a module's weights after it was filled, in a way that `exchange`
+        does not repeat.
+        """
+        problems = Problems()
+        if self.unknown:
+            problems.add(f"parameters were filled in ways that are not known: {Problems(map(quote, self.unknown))}")
+        modules = {type(module).__name__ for module in self._model.modules() if unknown_packing(module)}
+        if modules:
+            problems.add(f"the engine repacks the weights of {', '.join(sorted(modules))} in a way that is not known")
+        before = {tensor.name: (tensor.dtype, tensor.shape) for tensor in self.index.tensors}
+        after = {tensor.name: (tensor.dtype, tensor.shape) for tensor in new.tensors}
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                problems.add(f"{quote(name)} differs in more than contents")
+        if problems:
+            raise UpdateRefused(
+                f"this revision cannot be taken in place: {problems}", hint="start the engine anew", uri=self.uri
+            )
+
+    def affected(self, changed: Collection[str]) -> list[list[Slot]]:
+        """Return the slots that an update replaces, in groups that can be exchanged one after the other.
+
+        A slot is replaced with all of its module. What a tensor is written into belongs together, too.
+        """
+        group = {id(slot): number for number, slot in enumerate(self.slots)}
+
+        def join(slots: Sequence[Slot]) -> None:
+            numbers = {group[id(slot)] for slot in slots}
+            for slot in self.slots:
+                if group[id(slot)] in numbers:
+                    group[id(slot)] = min(numbers)
+
+        by_module: dict[int, list[Slot]] = {}
+        by_source: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            for owner, _ in slot.owners:
+                by_module.setdefault(id(owner), []).append(slot)
+            for source in slot.sources:
+                by_source.setdefault(source, []).append(slot)
+        for slots in (*by_module.values(), *by_source.values()):
+            if len(slots) > 1:
+                join(slots)
+        hit = {group[id(slot)] for slot in self.slots if not slot.sources.isdisjoint(changed)}
+        return [[slot for slot in self.slots if group[id(slot)] == number] for number in sorted(hit)]
+
+    def stage(self, slots: Sequence[Slot], lazy: Iterable[tuple[str, Any]], load_weights: LoadWeights) -> Staged:
+        """Read new parameters, verified, by the engine's own loader. The live ones are as before when this returns.
+
+        Raises DoesNotFit if there is no room for them, and what reading raises.
+        """
+        check_room(slots)
+        names = {name for slot in slots for name in slot.sources}
+        staged = Staged(list(slots), [slot.template.make() for slot in slots], names)
+        watch = Watch()
+        with _standing_in(staged), assignments_read(), watch:
+            load_weights(watch.named((name, tensor) for name, tensor in lazy if name in names))
+            for slot, parameter in zip(staged.slots, staged.parameters, strict=True):
+                owner, name = slot.owners[0]
+                now = owner._parameters[name]
+                written = watch.written.get(parameter.untyped_storage().data_ptr(), set())
+                if now is not parameter or written != set(slot.sources):
+                    raise UpdateRefused(
+                        f"the engine filled {quote(slot.name)} in another way than when it was loaded",
+                        hint="start the engine anew",
+                        uri=self.uri,
+                    )
+        return staged
+
+    @torch.no_grad()
+    def exchange(self, staged: Staged, repack: Callable[[torch.nn.Module], object]) -> None:
+        """Put staged parameters in the place of the live ones. Memory of live parameters stays where it is.
+
+        `repack`: packs a module whose parameters were put into it as they were before the engine packed them.
+        """
+        again = {id(owner): owner for slot in staged.slots for owner, _ in slot.owners if hasattr(owner, "cpu_linear")}
+        for slot, parameter in zip(staged.slots, staged.parameters, strict=True):
+            for owner, name in slot.owners:
+                live = owner._parameters.get(name)
+                if live is not None and _is_like(live, slot.template):
+                    if live.data_ptr() != parameter.data_ptr():
+                        live.data.copy_(parameter.data)
+                else:  # the engine has packed it away
+                    owner._parameters[name] = parameter
+                    again[id(owner)] = owner
+        for owner in again.values():
+            repack(owner)
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """The update of one rank: `prepare` on all ranks, then `exchange` on all ranks, then `finish`."""
+
+    resident: ResidentWeights
+    opened: OpenModel  # the new revision
+    uri: str
+    load_weights: LoadWeights
+    repack: Callable[[torch.nn.Module], object]
+    streaming: bool
+    changed: set[str] = field(default_factory=set)
+    staged_bytes: int = 0  # at most, at one time
+    _groups: list[list[Slot]] = field(default_factory=list)
+    _staged: Staged | None = None
+
+    def prepare(self) -> None:
+        """Stage everything that changed. A streaming update only looks whether there is room."""
+        new = self.opened.index
+        everything = {tensor.name for tensor in new.tensors}
+        self.changed = everything if self.resident.broken else changed_tensors(self.resident.index, new)
+        self._groups = self.resident.affected(self.changed)
+        if not self.streaming:
+            self._staged = self._stage([slot for group in self._groups for slot in group])
+            return
+        for group in self._groups:
+            check_room(group)
+
+    def exchange(self) -> None:
+        """Put the new contents into the live model."""
+        self.resident.broken = f"an update to revision {self.opened.revision[:12]} did not end"
+        if self._staged is not None:
+            self.resident.exchange(self._staged, self.repack)
+            self._staged = None
+            return
+        for group in self._groups:
+            self.resident.exchange(self._stage(group), self.repack)
+
+    def finish(self) -> None:
+        """Note that the model has the new revision."""
+        self.resident.broken = ""
+        self.resident.index, self.resident.uri = self.opened.index, self.uri
+
+    def _stage(self, slots: Sequence[Slot]) -> Staged:
+        staged = self.resident.stage(slots, self.opened.lazy_tensors(), self.load_weights)
+        self.staged_bytes = max(self.staged_bytes, staged.size_bytes)
+        return staged
+
+
+def agree(group: Any, ranks: int, error: Exception | None, *, exchanged: bool) -> None:
+    """Tell all ranks of a process group whether this one failed, and raise if any did.
+
+    Every rank calls it at the same points of an update, whatever happened to it before.
+
+    Args:
+        group: A process group that works with host memory.
+        ranks: Number of ranks in it.
+        error: The error of this rank, or None.
+        exchanged: Whether the exchange is over. Before, a failure leaves the old revision everywhere.
+
+    Raises:
+        UpdateFailed: Another rank failed, or is gone, before the exchange.
+        ModelBroken: Some rank failed, or is gone, in the exchange. The message lists ranks that have all of the new
+            revision.
+    """
+    texts: list[str] = ["" if error is None else f"{type(error).__name__}: {error}"] * ranks
+    if ranks > 1:
+        try:
+            torch.distributed.all_gather_object(texts, texts[0], group=group)
+        except (RuntimeError, ValueError) as gone:
+            if not exchanged:
+                raise UpdateFailed("a rank is gone. This one has the revision that it had") from gone
+            state = "all of the new revision" if error is None else "contents of both revisions"
+            raise ModelBroken(f"a rank is gone. This one has {state}", hint="start the engine anew") from gone
+    failed = [rank for rank, text in enumerate(texts) if text]
+    if not failed:
+        return
+    if not exchanged:
+        if error is not None:
+            raise error
+        raise UpdateFailed(f"rank {failed[0]} failed, so no rank was touched: {texts[failed[0]]}")
+    updated = [rank for rank, text in enumerate(texts) if not text]
+    raise ModelBroken(
+        f"rank {failed[0]} failed in the exchange: {texts[failed[0]]}. Ranks with all of the new revision: {updated}",
+        hint="update again, which reads everything, or start the engine anew",
+        updated_ranks=updated,
+    ) from error
+
+
+def changed_tensors(old: ModelIndex, new: ModelIndex) -> set[str]:
+    """Return the names of tensors whose bytes may differ: those with a chunk of another digest.
+
+    All, if one of the revisions was not published, or their digests cannot be compared.
+    """
+    names = {tensor.name for tensor in new.tensors}
+    if old.chunks.digests is None or new.chunks.digests is None or old.chunks.hash_name != new.chunks.hash_name:
+        return names
+    before = _contents(old)
+    return {name for name, contents in _contents(new).items() if before.get(name) != contents}
+
+
+def _contents(index: ModelIndex) -> dict[str, tuple[tuple[int, int, bytes | None], ...]]:
+    """Return for each tensor where its chunks begin, from its first byte, their sizes and digests."""
+    chunks = index.chunks
+    found: dict[str, tuple[tuple[int, int, bytes | None], ...]] = {}
+    row = 0
+    for tensor in index.tensors:  # in the order of the chunks
+        while row < len(chunks) and (int(chunks.shard[row]), int(chunks.end[row])) <= (tensor.shard, tensor.start):
+            row += 1
+        at, rows = row, []
+        while at < len(chunks) and int(chunks.shard[at]) == tensor.shard and int(chunks.start[at]) < tensor.end:
+            start, end = int(chunks.start[at]), int(chunks.end[at])
+            rows.append((start - tensor.start, end - start, chunks.digest(at)))
+            at += 1
+        found[tensor.name] = tuple(rows)
+    return found
+
+
+def _slots(model: torch.nn.Module, watch: Watch) -> list[Slot]:
+    found: dict[int, Slot] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.numel():
+                continue
+            if id(parameter) not in found:
+                template = Template(
+                    type(parameter),
+                    dict(parameter.__dict__),
+                    tuple(parameter.shape),
+                    parameter.dtype,
+                    parameter.device,
+                )
+                sources = frozenset(watch.written.get(parameter.untyped_storage().data_ptr(), ()))
+                found[id(parameter)] = Slot(f"{prefix}.{name}" if prefix else name, template, [], sources)
+            found[id(parameter)].owners.append((module, name))
+    return list(found.values())
+
+
+def _is_like(parameter: torch.Tensor, template: Template) -> bool:
+    like = (parameter.shape, parameter.dtype, parameter.device) == (template.shape, template.dtype, template.device)
+    return like and parameter.is_contiguous()
+
+
+@contextlib.contextmanager
+def _standing_in(staged: Staged) -> Iterator[None]:
+    """Put staged parameters into their modules, and what was there back afterwards."""
+    before = [
+        (owner, name, owner._parameters[name], parameter)
+        for slot, parameter in zip(staged.slots, staged.parameters, strict=True)
+        for owner, name in slot.owners
+    ]
+    try:
+        for owner, name, _, parameter in before:
+            owner._parameters[name] = parameter
+        yield
+    finally:
+        for owner, name, was, _ in before:
+            owner._parameters[name] = was
+
+
+def check_room(slots: Sequence[Slot]) -> None:
+    """Raise DoesNotFit unless there is memory for new parameters on each device."""
+    devices = {slot.template.device for slot in slots}
+    for device in devices:
+        need = sum(slot.template.size_bytes for slot in slots if slot.template.device == device)
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        else:
+            free = psutil.virtual_memory().available - HEADROOM_BYTES
+        if need > free:
+            raise DoesNotFit(
+                f"the update has to stage {need} bytes on {device}, and {max(free, 0)} are free. Nothing was touched",
+                hint="free memory there, or update with streaming=True, which stages one module after the other",
+                needed_bytes=need,
+                free_bytes=max(free, 0),
+            )

@@ -1,0 +1,176 @@
+"""New weights for a running vLLM engine, by URI: vLLM's weight transfer with the backend "longshore".
+
+    llm = LLM(model=folder, load_format="longshore", weight_transfer_config={"backend": "longshore"})
+    update(llm, "s3://models/policy/step-200")
+
+Every worker compares the digests of both revisions, and reads only modules with tensors that changed. They read as one
+group, so each chunk leaves the store once per machine. The workers agree before anything of the model is touched
+(`engines.resident_weights`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.attention import Attention
+
+from actors.reader.open_model import safe_open
+from cluster.errors import UpdateFailed
+from engines.resident_weights import ResidentWeights, Update, agree
+from engines.vllm import every_core, group_of_engine
+from storage.errors import LongshoreError
+
+_LOG = logging.getLogger("vllm.longshore")
+# Methods whose packing is repeated in place, or that pack nothing. Tests hold this list.
+REPEATABLE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM may be absent where types are checked
+    """Nothing: workers connect to nobody."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The update, as plain values: they also come from the HTTP routes of vLLM's development mode."""
+
+    uri: str = ""  # empty: the URI that the model was loaded from
+    revision: str = ""  # the only one that is accepted; empty: the one that is stored
+    streaming: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of the store: endpoint_url, region, ...
+
+
+class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """The part of one worker."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Do nothing: there is no connection to a trainer."""
+
+    def start_weight_update(self) -> None:
+        """Do nothing: the update begins when it is known which revision is wanted."""
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: the update is complete when `receive_weights` returns."""
+
+    def shutdown(self) -> None:
+        """Do nothing: nothing stays open between updates."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Take the new revision, on every worker or on none.
+
+        Raises:
+            UpdateRefused: It differs in more than contents, or the engine repacks weights in a way that is not known.
+            DoesNotFit: There is no room to stage what changed.
+            UpdateFailed: Another worker failed before the exchange. Every worker has the revision that it had.
+            ModelBroken: A worker failed later. The message says which workers have the new revision.
+            LongshoreError: A read failed. Every worker has the revision that it had.
+        """
+        self._updates = getattr(self, "_updates", 0) + 1
+        begin_s = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            update, error = None, None
+            try:
+                update = stack.enter_context(self._begin(update_info))
+                update.prepare()
+            except Exception as failure:
+                error = failure
+            world = get_world_group()
+            agree(world.cpu_group, world.world_size, error, exchanged=False)
+            assert update is not None  # or else there was an error
+            try:
+                update.exchange()
+            except Exception as failure:
+                error = failure
+            agree(world.cpu_group, world.world_size, error, exchanged=True)
+            update.finish()
+            report = update.opened.report()
+        _LOG.info(
+            "Updated to revision %s in %.2f s: %d of %d tensors changed, this process read %d bytes and staged %d. "
+            "Readers here: %d bytes from the store",
+            update.opened.revision[:12],
+            time.monotonic() - begin_s,
+            len(update.changed),
+            len(update.opened),
+            report["read_bytes"],
+            update.staged_bytes,
+            report["store_bytes"],
+        )
+
+    @contextlib.contextmanager
+    def _begin(self, info: UpdateInfo) -> Iterator[Update]:
+        """Open the new revision, and yield what there is to do."""
+        resident = ResidentWeights.of(self.model)
+        options = {**resident.options, **info.options, "revision": info.revision or None, "cache": False}
+        if group := group_of_engine():
+            options |= {**group, "group": f"{group['group']} update {self._updates}"}
+        uri = info.uri or resident.uri
+        with every_core(os.environ), safe_open(uri, **options) as opened:
+            resident.check_updatable(opened.index, lambda module: _unknown_packing(self.model, module))
+            yield Update(resident, opened, uri, self.model.load_weights, _repack, info.streaming)
+
+
+def _unknown_packing(model: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Return whether vLLM changes weights of this module after it was filled, in a way that is not repeated here."""
+    method = getattr(module, "quant_method", None)
+    if method is not None:
+        return type(method).__name__ not in REPEATABLE
+    return hasattr(module, "process_weights_after_loading") and type(module) is not Attention
+
+
+def _repack(module: torch.nn.Module) -> None:
+    """Pack new weights, as vLLM does after a load."""
+    method = getattr(module, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(module)
+
+
+def update(
+    llm: Any,
+    uri: str = "",
+    *,
+    revision: str = "",
+    streaming: bool = False,
+    **options: Any,
+) -> None:
+    """Give a running engine the weights of another revision, in place, and empty its prefix cache.
+
+    Args:
+        llm: A `vllm.LLM` that was made with `load_format="longshore"` and
+            `weight_transfer_config={"backend": "longshore"}`.
+        uri: Folder of the new revision. Empty: the model's own, as it is stored now.
+        revision: The only revision that is accepted. Empty: the one that is stored.
+        streaming: Stage one module after the other, for less memory. A failure then leaves contents of two revisions.
+        **options: Of the store, as `safe_open` has them: `endpoint_url`, `region`, `profile`, `anonymous`.
+
+    Raises:
+        UpdateFailed: The engine did not take the revision. The message is that of the worker that failed, and says
+            whether the old weights are still there.
+
+    Example:
+        ```python
+        update(llm, "s3://models/policy/step-200")
+        ```
+    """
+    info = {"uri": uri, "revision": revision, "streaming": streaming, "options": options}
+    try:
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc("update_weights", args=(info,))
+        llm.collective_rpc("finish_weight_update")
+    except LongshoreError:
+        raise
+    except Exception as error:  # workers in other processes send texts
+        raise UpdateFailed(f"the engine did not take the new weights: {error}") from error
+    llm.reset_prefix_cache()

@@ -1,0 +1,49 @@
+"""A vLLM engine that is told what to do: `python -m tests.support.vllm_session OPTIONS`, in vLLM's environment.
+
+OPTIONS: arguments of `vllm.LLM` as JSON. Each line on stdin is a list in JSON, and each is answered by a line that
+begins with "answer: ":
+
+    ["tokens"]                  the tokens that the model writes
+    ["update", URI, options]    "" or the text of the error
+    ["pointers"]                for each worker, addresses of parameters that are never packed
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def pointers(worker: Any) -> list[int]:
+    model = worker.model_runner.model
+    return [parameter.data_ptr() for name, parameter in model.named_parameters() if "norm" in name or "embed" in name]
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    from engines.vllm_updates import update
+
+    llm = LLM(skip_tokenizer_init=True, **json.loads(sys.argv[1]))
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+
+    def answer(kind: str, *told: Any) -> Any:
+        if kind == "tokens":
+            (found,) = llm.generate([{"prompt_token_ids": [1, 5, 7, 9]}], sampling)
+            return list(found.outputs[0].token_ids)
+        if kind == "pointers":
+            return llm.collective_rpc(pointers)
+        try:
+            update(llm, told[0], **told[1])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    print("answer: ready", flush=True)
+    for line in sys.stdin:
+        print(f"answer: {json.dumps(answer(*json.loads(line)))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
