@@ -24,7 +24,7 @@ from actors.saving.boxed import BoxedTensor, as_boxed
 from actors.saving.exchange import Ranks
 from actors.saving.handles import SaveHandle, start_save, wait_for_background_saves
 from actors.saving.hf_names import as_stored, config_files
-from actors.saving.save import SaveReport, as_mapping, save, save_training
+from actors.saving.save import ExtraFiles, SaveReport, as_mapping, save, save_training
 from actors.saving.training_state import collect_state
 from cluster.errors import NoRoomToStage
 from storage.host.memory import available_host_bytes
@@ -33,7 +33,17 @@ from storage.problems import show_bytes
 SPARE_FRACTION = 0.05  # of the free memory, which stays free
 
 
-def asave(state_dict: Mapping[str, Any], uri: str | os.PathLike[str], **options: Any) -> SaveHandle:
+def asave(
+    state_dict: Mapping[str, Any],
+    uri: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    extra_state: Mapping[str, Any] | None = None,
+    extra_files: ExtraFiles | None = None,
+    **options: Any,
+) -> SaveHandle:
     """Copy the tensors of a job to host memory, and save the copy in the background. Every rank calls it.
 
     Training can go on, and change the tensors, when this returns. Do not destroy the process group before the save has
@@ -42,7 +52,12 @@ def asave(state_dict: Mapping[str, Any], uri: str | os.PathLike[str], **options:
     Args:
         state_dict: As for `save`.
         uri: As for `save`.
-        **options: Keyword arguments of `save`.
+        model: As for `save`.
+        optimizer: As for `save`.
+        scheduler: As for `save`.
+        extra_state: As for `save`.
+        extra_files: As for `save`.
+        **options: Further keyword arguments of `save`.
 
     Returns:
         The handle of the save. The next `save` or `asave` of this process waits for it.
@@ -61,8 +76,6 @@ def asave(state_dict: Mapping[str, Any], uri: str | os.PathLike[str], **options:
     """
     wait_for_background_saves()
     place = os.fspath(uri)
-    model, optimizer = options.pop("model", None), options.pop("optimizer", None)
-    scheduler, extra_state = options.pop("scheduler", None), options.pop("extra_state", None)
     tensors: dict[str, Any] = {name: as_boxed(value) for name, value in as_stored(state_dict, model).items()}
     has_state = not (optimizer is None and scheduler is None and extra_state is None)
     state, values = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
@@ -70,7 +83,7 @@ def asave(state_dict: Mapping[str, Any], uri: str | os.PathLike[str], **options:
     _check_room([tensors, boxed], options)
     copies: dict[Any, torch.Tensor] = {}
     tensors, boxed = _copied(tensors, copies), _copied(boxed, copies)
-    files = {**config_files(model), **as_mapping(options.pop("extra_files", None))}
+    files = {**config_files(model), **as_mapping(extra_files)}
 
     def work() -> SaveReport:
         link = save_training((boxed, values), place, **options) if has_state else {}
