@@ -202,21 +202,20 @@ def merge(tables: Sequence[RankTable], table_of: Sequence[int]) -> Merged:
     found: dict[str, SavedTensor] = {}
     for name, places in listed.items():
         facts = [tables[number].facts(row) for number, row in places]
-        dtype, shape, cutting = facts[0]
+        dtype, shape, _ = facts[0]
         if any(other[:2] != (dtype, shape) for other in facts):
             problems.add(f"{quote(name)} has another dtype or shape on some ranks")
-            continue
-        if any(other[2] != cutting for other in facts):
-            problems.add(f"{quote(name)} is cut in another way on some ranks")
             continue
         if dtype not in DTYPE_BITS:
             problems.add(f"{quote(name)} has a dtype that the format lacks: {quote(dtype)}")
             continue
-        holders = tuple(sorted(rank for number, _ in places for rank in ranks_of[number]))
-        key = (shape, dtype, cutting, holders)
+        listing: dict[Cutting, tuple[int, ...]] = {}  # the ranks that list the tensor with each cutting
+        for (number, _), (_, _, cutting) in zip(places, facts, strict=True):
+            listing[cutting] = tuple(sorted((*listing.get(cutting, ()), *ranks_of[number])))
+        key = (shape, dtype, tuple(listing.items()))
         if key not in known:
             try:
-                known[key] = _regions(shape, dtype, cutting, holders)
+                known[key] = _regions(shape, dtype, listing)
             except ValueError as error:
                 problems.add(f"{quote(name)}: {error}")
                 continue
@@ -225,10 +224,30 @@ def merge(tables: Sequence[RankTable], table_of: Sequence[int]) -> Merged:
     return Merged(tuple(one for name, one in found.items() if name not in ties), ties, tuple(_listed(problems)))
 
 
-def _regions(shape: tuple[int, ...], dtype: str, cutting: Cutting, ranks: tuple[int, ...]) -> Regions:
-    """Return the regions of a tensor. Raises ValueError if they do not make up the tensor."""
-    item_bytes = max(1, DTYPE_BITS[dtype] // 8)
-    present = set(ranks)
+def _regions(shape: tuple[int, ...], dtype: str, listing: Mapping[Cutting, tuple[int, ...]]) -> Regions:
+    """Return the regions of a tensor. Raises ValueError if they do not make up the tensor.
+
+    Ranks may list several cuttings, such as the meshes of replicas, which have the same regions. If regions differ, the
+    cutting that most ranks list is used.
+    """
+    groups: dict[frozenset[Region], dict[Region, list[int]]] = {}
+    for cutting, ranks in listing.items():
+        present = set(ranks)
+        held = _held(shape, cutting, ranks)
+        group = groups.setdefault(frozenset(held), {region: [] for region in held})
+        for region, holders in held.items():
+            group[region] += [rank for rank in holders if rank in present]
+    chosen = max(groups.values(), key=lambda group: sum(map(len, group.values())))
+    full = [(region, tuple(sorted(set(holders)))) for region, holders in chosen.items()]
+    regions = Regions(shape, max(1, DTYPE_BITS[dtype] // 8), full)
+    if lacking := [region for region, holders in full if region.elements and not holders]:
+        raise ValueError(f"no rank of this save holds {len(lacking)} of its {len(full)} parts")
+    _check_tiling(regions)
+    return regions
+
+
+def _held(shape: tuple[int, ...], cutting: Cutting, ranks: Sequence[int]) -> dict[Region, list[int]]:
+    """Return the regions that a cutting makes, and the ranks to which it gives them."""
     held: dict[Region, list[int]] = {}
     if cutting.boxes:
         for rank, offsets, sizes in cutting.boxes:
@@ -249,12 +268,7 @@ def _regions(shape: tuple[int, ...], dtype: str, cutting: Cutting, ranks: tuple[
             held.setdefault(dtensor_region(shape, cuts), []).append(rank)
     else:
         held[whole(shape)] = list(ranks)
-    full = [(region, tuple(rank for rank in holders if rank in present)) for region, holders in held.items()]
-    regions = Regions(shape, item_bytes, full)
-    if lacking := [region for region, holders in full if region.elements and not holders]:
-        raise ValueError(f"no rank of this save holds {len(lacking)} of its {len(full)} parts")
-    _check_tiling(regions)
-    return regions
+    return held
 
 
 def _check_tiling(regions: Regions) -> None:

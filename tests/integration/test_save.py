@@ -1,0 +1,110 @@
+"""`cluster.save` by four ranks over Gloo: the same files as safetensors writes, and models that others load."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import cluster
+from storage.checkpoints.checkpoint import open_model
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.open_store import open_store
+from tests.support.s3_servers import make_bucket, server_ref
+from tests.support.save_job import full_tensors, llama, run_job, run_jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def file_of(tensors: dict[str, torch.Tensor], folder: Path) -> bytes:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "expected", {"format": "pt"})
+    return (folder / "expected").read_bytes()
+
+
+def test_any_mixture_of_layouts_is_saved_bit_by_bit(tmp_path: Path) -> None:
+    """Also: a second save with larger tensors and fewer slots holds no more bytes of other ranks."""
+    large = {"uri": str(tmp_path / "large"), "scale": 10, "slots": 2}
+    first, second = run_jobs(tmp_path / "jobs", [{"uri": str(tmp_path / "model"), "slots": 2}, large])
+    for ended in (*first, *second):
+        assert ended.code == 0, (ended.document, ended.log)
+    for folder, scale in (("model", 1), ("large", 10)):
+        full = full_tensors(0, scale)
+        index = open_model(open_store(server_ref_of(tmp_path / folder)))
+        assert {tensor.name for tensor in index.tensors} == set(full)
+        for number, shard in enumerate(index.shards):
+            names = [tensor.name for tensor in index.tensors if tensor.shard == number]
+            expected = file_of({name: full[name] for name in names}, tmp_path)
+            assert (tmp_path / folder / shard.key).read_bytes() == expected
+        assert cluster.verify(str(tmp_path / folder)).ok
+    report, other = first[0].document, second[0].document
+    assert report["tied"] == {"tied": "rows"}
+    assert report["written_bytes"] == report["size_bytes"]
+    assert other["size_bytes"] > 2 * report["size_bytes"]
+    assert 0 < other["peak_foreign_bytes"] <= 2 * 2 * (7 << 20)  # slots, each with its part and its messages
+    assert other["peak_foreign_bytes"] < other["size_bytes"] / 4
+
+
+def server_ref_of(folder: Path) -> Any:
+    from storage.store_ref import parse_uri
+
+    return parse_uri(str(folder))
+
+
+def test_a_model_of_fsdp2_and_tp_is_loaded_by_others(tmp_path: Path) -> None:
+    import transformers
+
+    ended = run_job(tmp_path / "jobs", str(tmp_path / "model"), case="llama")
+    assert [one.code for one in ended] == [0] * 4, [(one.document, one.log) for one in ended]
+    model, _ = llama()
+    expected = model.state_dict()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert ended[0].document["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    with cluster.safe_open(str(tmp_path / "model")) as opened:
+        for name in opened.keys():  # noqa: SIM118
+            assert torch.equal(opened.get_tensor(name), expected[name]), name
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    with safe_open(file, "pt") as opened:
+        assert set(opened.keys()) == {name for name in expected if name != "lm_head.weight"}
+
+
+def test_ranks_write_parts_of_one_object_in_s3(
+    tmp_path: Path, rclone: EmbeddedS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", rclone.access_key_id)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", rclone.secret_access_key)
+    make_bucket(rclone, "saved")
+    job = {"uri": "s3://saved/model", "endpoint_url": rclone.endpoint_url}
+    first, second = run_jobs(tmp_path / "jobs", [job, {**job, "seed": 1}])
+    assert [one.code for one in (*first, *second)] == [0] * 8, [(one.document, one.log) for one in (*first, *second)]
+    with closing(open_store(server_ref(rclone, "saved/model"), rclone.credentials())) as store:
+        index = open_model(store)
+        got: dict[str, torch.Tensor] = {}
+        for shard in index.shards:
+            (tmp_path / "shard").write_bytes(read_bytes(store, shard.key, ByteRange(0, shard.size_bytes)))
+            got |= load_file(tmp_path / "shard")
+    assert index.revision == second[0].document["revision"] != first[0].document["revision"]
+    for name, tensor in full_tensors(1).items():
+        assert torch.equal(got[name], tensor), name
+
+
+def test_every_problem_of_every_rank_is_one_error(tmp_path: Path) -> None:
+    ended = run_job(tmp_path / "jobs", str(tmp_path / "model"), case="partial", only={"2": {"slots": 3}})
+    assert {(one.code, one.error) for one in ended} == {(3, "SaveRefused")}, [one.log for one in ended]
+    (message,) = {one.document["message"] for one in ended}
+    for part in (
+        "'sum' is Partial over a mesh",
+        "rank 1: 'y' is no tensor but str",
+        "slots differs",
+        "'x' has another dtype or shape on some ranks",
+    ):
+        assert part in message
+    assert not list(tmp_path.glob("model/*"))
