@@ -24,16 +24,27 @@ from actors.saving.boxed import BoxedTensor, as_boxed
 from actors.saving.exchange import Ranks
 from actors.saving.handles import SaveHandle, start_save, wait_for_background_saves
 from actors.saving.hf_names import as_stored, config_files
-from actors.saving.save import SaveReport, as_mapping, save, save_training
+from actors.saving.save import ExtraFiles, SaveReport, as_mapping, save, save_training
 from actors.saving.training_state import collect_state
-from cluster.errors import NoRoomToStage
+from cluster.errors import NoRoomToStage, SaveError
+from storage.errors import LongshoreError
 from storage.host.memory import available_host_bytes
 from storage.problems import show_bytes
 
 SPARE_FRACTION = 0.05  # of the free memory, which stays free
 
 
-def asave(state_dict: Mapping[str, Any], uri: str | os.PathLike[str], **options: Any) -> SaveHandle:
+def asave(
+    state_dict: Mapping[str, Any],
+    uri: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    extra_state: Mapping[str, Any] | None = None,
+    extra_files: ExtraFiles | None = None,
+    **options: Any,
+) -> SaveHandle:
     """Copy the tensors of a job to host memory, and save the copy in the background. Every rank calls it.
 
     Training can go on, and change the tensors, when this returns. Do not destroy the process group before the save has
@@ -42,7 +53,12 @@ def asave(state_dict: Mapping[str, Any], uri: str | os.PathLike[str], **options:
     Args:
         state_dict: As for `save`.
         uri: As for `save`.
-        **options: Keyword arguments of `save`.
+        model: As for `save`.
+        optimizer: As for `save`.
+        scheduler: As for `save`.
+        extra_state: As for `save`.
+        extra_files: As for `save`.
+        **options: Further keyword arguments of `save`.
 
     Returns:
         The handle of the save. The next `save` or `asave` of this process waits for it.
@@ -61,16 +77,21 @@ def asave(state_dict: Mapping[str, Any], uri: str | os.PathLike[str], **options:
     """
     wait_for_background_saves()
     place = os.fspath(uri)
-    model, optimizer = options.pop("model", None), options.pop("optimizer", None)
-    scheduler, extra_state = options.pop("scheduler", None), options.pop("extra_state", None)
-    tensors: dict[str, Any] = {name: as_boxed(value) for name, value in as_stored(state_dict, model).items()}
     has_state = not (optimizer is None and scheduler is None and extra_state is None)
-    state, values = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
+    tensors: dict[str, Any] = {}
+    state: Mapping[str, Any] = {}
+    values, refused = b"", None
+    try:
+        tensors = {name: as_boxed(value) for name, value in as_stored(state_dict, model).items()}
+        if has_state:
+            state, values = collect_state(model, optimizer, scheduler, extra_state)
+    except LongshoreError as error:
+        refused = error  # the other ranks hear of it below
     boxed = {name: as_boxed(value) for name, value in state.items()}
-    _check_room([tensors, boxed], options)
+    _check_room([tensors, boxed], options, refused)
     copies: dict[Any, torch.Tensor] = {}
     tensors, boxed = _copied(tensors, copies), _copied(boxed, copies)
-    files = {**config_files(model), **as_mapping(options.pop("extra_files", None))}
+    files = {**config_files(model), **as_mapping(extra_files)}
 
     def work() -> SaveReport:
         link = save_training((boxed, values), place, **options) if has_state else {}
@@ -79,10 +100,11 @@ def asave(state_dict: Mapping[str, Any], uri: str | os.PathLike[str], **options:
     return start_save(place, work)
 
 
-def _check_room(states: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
-    """Raise NoRoomToStage on every rank if one host lacks memory for the copies of its ranks."""
+def _check_room(states: list[dict[str, Any]], options: Mapping[str, Any], refused: LongshoreError | None) -> None:
+    """Raise on every rank if one rank cannot save, or if one host lacks memory for the copies of its ranks."""
     memory = {_memory_of(tensor): tensor.numel() * tensor.element_size() for s in states for tensor in _local(s)}
-    mine = [socket.gethostname(), sum(memory.values()), int(available_host_bytes() * (1 - SPARE_FRACTION))]
+    room_bytes = int(available_host_bytes() * (1 - SPARE_FRACTION))
+    mine = [socket.gethostname(), sum(memory.values()), room_bytes, str(refused or "")]
     ranks = Ranks(options.get("process_group"), timeout_s=float(options.get("save_timeout_s", 600.0)))
     try:
         answers = [json.loads(answer) for answer in ranks.gather(json.dumps(mine).encode())]
@@ -90,9 +112,14 @@ def _check_room(states: list[dict[str, Any]], options: Mapping[str, Any]) -> Non
         ranks.close(error)
         raise
     ranks.close()
+    if refused is not None:
+        raise refused
+    for rank, answer in enumerate(answers):
+        if answer[3]:
+            raise SaveError(f"rank {rank} cannot save: {answer[3]}", hint="nothing was written", rank=rank)
     needed: dict[str, int] = {}
     room: dict[str, int] = {}
-    for host, need, have in answers:
+    for host, need, have, _ in answers:
         needed[host] = needed.get(host, 0) + need
         room[host] = min(room.get(host, have), have)
     for host in needed:

@@ -7,6 +7,7 @@ the next save, or the end of the process --> waits, and logs an error that nobod
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401  its hook for the end of the process must be there before ours
 import logging
 import threading
 import time

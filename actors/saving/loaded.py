@@ -104,13 +104,13 @@ def _source_files(model: LoadedModel, options: Mapping[str, Any]) -> dict[str, b
             if path.is_file() and path.name not in (HEADERS_KEY, SOURCE_KEY) and path.suffix != ".safetensors"
         }
     config = json.loads(files[CONFIG_KEY]) if CONFIG_KEY in files else {}
-    quantized, dtype = model.report.quantization_config, getattr(model.report.precision, "dtype", "")
-    if CONFIG_KEY in files and (quantized or dtype):
+    quantized, dtype = model.report.quantization_config, model.report.precision.dtype
+    if CONFIG_KEY in files and (quantized or dtype != "auto"):
         if quantized:
             config["quantization_config"] = quantized
-        if dtype:
+        if dtype != "auto":
             config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype)
+            config["dtype"] = dtype
         files[CONFIG_KEY] = (json.dumps(config, indent=2) + "\n").encode()
     return files
 

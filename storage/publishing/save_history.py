@@ -66,10 +66,18 @@ def remember_save(
 def _read(store: ObjectStore, policy: RetryPolicy) -> tuple[tuple[str, str], ...]:
     try:
         info = with_retries(lambda: store.stat(HISTORY_KEY), policy)
-        if info.size_bytes > MAX_HISTORY_BYTES:
-            return ()
-        return _HISTORY.validate_json(read_whole(store, info, policy))
-    except (ObjectNotFound, ValidationError):
+    except ObjectNotFound:
+        return ()
+    return () if info.size_bytes > MAX_HISTORY_BYTES else parse_history(read_whole(store, info, policy))
+
+
+def parse_history(data: bytes) -> tuple[tuple[str, str], ...]:
+    """Return the saves that a history lists, the newest last; none if it is broken or too large."""
+    if len(data) > MAX_HISTORY_BYTES:
+        return ()
+    try:
+        return _HISTORY.validate_json(data)
+    except ValidationError:
         return ()
 
 

@@ -13,6 +13,7 @@ import torch
 import cluster
 from cluster.errors import NoRoomToStage, SaveRefused
 from storage.errors import InvalidState, LongshoreError
+from storage.publishing.save_history import parse_history
 
 STATE = {"a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4)}
 
@@ -71,6 +72,11 @@ def test_only_the_last_revisions_stay(tmp_path: Path) -> None:
     assert len(list(uri.glob("training/*/longshore.manifest.json"))) == 2
     assert cluster.load_training_state(uri) == {"step": 3}
     assert cluster.verify(uri, progress=False).ok
+
+
+@pytest.mark.parametrize("data", [b"", b"[]]", b'[["../x", ""]]', b'[["a"]]', b"[" * 100_000, b'[["a", ""]]' * 200_000])
+def test_a_broken_history_is_none(data: bytes) -> None:
+    assert parse_history(data) == ()
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ import cluster
 from actors.handover.modules import as_dtensor, wanted_part
 from actors.saving.boxed import BoxedTensor
 from actors.saving.hf_names import as_stored
+from actors.saving.loaded import _save_rank
+from cluster.layouts.mesh import Layout
 from tests.support.hf_models import make_tiny
+from tests.support.shards import shards_of
 
 
 def sharded_model(family: str, *, wrap_layers: bool = True) -> Any:
@@ -132,3 +136,13 @@ def load_run(uri: str, family: str) -> None:
             assert (type(value), value) == (type(found[name]), found[name]), name
     assert scheduler.state_dict() == schedule
     assert extra["seen"][3].tolist() == list(range(extra["step"]))
+
+
+def save_shards(folder: str, uri: str, layout: dict[str, int]) -> list[dict[str, Any]]:
+    """Save what a rank of a load of the folder in that layout holds, twice."""
+    shard = shards_of(Path(folder), Layout(**layout))[dist.get_rank()]
+    options = {"save_timeout_s": 60.0}
+    return [
+        dict(_save_rank(shard, uri, "", dist.get_world_size(), {"config.json": b"{}"}, options).as_dict())
+        for _ in range(2)
+    ]

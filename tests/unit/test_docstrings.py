@@ -17,8 +17,11 @@ ENTRY = re.compile(r"^(?:\*{0,2})(\w+): \S", re.MULTILINE)
 
 
 def is_async_twin(name: str) -> bool:
-    """Return whether this is `aload` of a `load`: the same parameters, and a docstring that names the other."""
-    return name[0] == "a" and hasattr(cluster, name[1:])
+    """Return whether this is `aload` of a `load`: the same parameters, and a docstring that names the other.
+
+    `asave` is no coroutine function. It returns a handle.
+    """
+    return name[0] == "a" and name != "asave" and hasattr(cluster, name[1:])
 
 
 def is_error(value: Any) -> bool:

@@ -80,6 +80,7 @@ IN_FUNCTIONS = {
         "actors/devices/mapped_device",
         "actors/gpu_worker",
         "actors/reader/open_model",
+        "actors/saving/loaded",
         "cluster/command_line/demo",
         "cluster/planning/meta_estimate",
         "cluster/user_values",
