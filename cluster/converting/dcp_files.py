@@ -17,7 +17,7 @@ from cluster.converting.torch_files import DTYPES, Global, Opaque, StoredTensor,
 from cluster.errors import BrokenCheckpointFile
 from storage.checkpoints.safetensors_header import MAX_DIMENSIONS, MAX_ELEMENTS
 from storage.problems import Problems, quote
-from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
 
 METADATA_KEY = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
@@ -44,6 +44,30 @@ class _Chunk:
     within: ByteRange
 
 
+def read_metadata(
+    store: ObjectStore, listing: Mapping[str, ObjectInfo], folder: str, *, allowed: Collection[str] = ()
+) -> Any:
+    """Return the objects in `.metadata` of a folder, as stubs.
+
+    Args:
+        store: The store of the checkpoint.
+        listing: All objects below its root, by key.
+        folder: The folder with `.metadata`, "" or with a slash at its end.
+        allowed: Names of globals that it may have besides those of torch.
+
+    Raises:
+        UnsafePickle: It names code that no checkpoint needs.
+        BrokenCheckpointFile: It is not what torch writes.
+    """
+    key = folder + METADATA_KEY
+    size_bytes = listing[key].size_bytes
+    if size_bytes > MAX_METADATA_BYTES:
+        raise BrokenCheckpointFile(f"{quote(key)} has {size_bytes} bytes; at most {MAX_METADATA_BYTES} are read")
+    return load_pickle(
+        read_bytes(store, key, ByteRange(0, size_bytes), etag=listing[key].etag), file=key, allowed=(*ALLOWED, *allowed)
+    )
+
+
 def read_tensors(
     store: ObjectStore,
     listing: Mapping[str, ObjectInfo],
@@ -52,6 +76,7 @@ def read_tensors(
     *,
     wanted: Callable[[str], bool] = lambda name: True,
     allowed: Collection[str] = (),
+    metadata: Any = None,
 ) -> list[SourceTensor]:
     """Return the tensors of a distributed checkpoint.
 
@@ -62,6 +87,7 @@ def read_tensors(
         problems: Gets a sentence for each chunk that is missing, and each that is not what the metadata says.
         wanted: Returns whether a tensor of this name is needed. The others are not looked at.
         allowed: Names of globals that `.metadata` may have besides those of torch.
+        metadata: What `read_metadata` returned. None: it is read here.
 
     Returns:
         The tensors, in the order of the metadata. Offsets of their pieces are in the `.distcp` files.
@@ -72,12 +98,8 @@ def read_tensors(
         StoreError: The store did not answer.
     """
     key = folder + METADATA_KEY
-    size_bytes = listing[key].size_bytes
-    if size_bytes > MAX_METADATA_BYTES:
-        raise BrokenCheckpointFile(f"{quote(key)} has {size_bytes} bytes; at most {MAX_METADATA_BYTES} are read")
-    buffer = bytearray(size_bytes)
-    store.read_into(key, ByteRange(0, size_bytes), memoryview(buffer))
-    metadata = load_pickle(bytes(buffer), file=key, allowed=(*ALLOWED, *allowed))
+    if metadata is None:
+        metadata = read_metadata(store, listing, folder, allowed=allowed)
     try:
         named, chunks = _parse(metadata, folder, listing, wanted, problems)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as exc:
@@ -115,6 +137,10 @@ def _parse(
     for index, info in metadata.state["storage_data"].items():
         name, offset = index.state["fqn"], index.state.get("offset")  # an object has none
         if name not in named:
+            continue
+        if info.state.get("transform_descriptors"):
+            problems.add(f"{quote(name)} is stored compressed or encrypted, so its numbers have no place in a file")
+            expected.pop((name, _box(offset) if offset is not None else (0,) * len(named[name][1])), None)
             continue
         start = _box(offset) if offset is not None else (0,) * len(named[name][1])
         shape = expected.pop((name, start), None)

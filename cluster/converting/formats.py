@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.converting import dcp, deepspeed, rank_files
+from cluster.converting import dcp, deepspeed, megatron, rank_files
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
 from cluster.errors import ConvertError
 from storage.checkpoints.checkpoint_files import HEADERS_KEY, INDEX_KEY, SUFFIX, map_threads, parse_weight_map
@@ -167,6 +167,7 @@ def _joined(name: str, parts: list[tuple[HeaderTensor, StoredPiece]], problems: 
 # Those with files of a kind of their own come first: their folders may have other formats' files, too.
 FORMATS: tuple[Format, ...] = (
     Format("DeepSpeed", "*_optim_states.pt, or zero/*/fp32.pt", deepspeed.recognise, deepspeed.read),
+    Format(megatron.FORMAT, "metadata.json, common.pt and .metadata", megatron.recognise, megatron.read),
     Format(
         rank_files.FSDP,
         "model_world_size_4_rank_0.pt, *_rank0.bin",
