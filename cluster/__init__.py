@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from actors.reader.open_model import OpenModel as OpenModel
     from actors.reader.open_model import TensorSlice as TensorSlice
     from actors.reader.open_model import safe_open as safe_open
+    from actors.saving.save import SaveReport as SaveReport
+    from actors.saving.save import save as save
     from cluster.client import aload as aload
     from cluster.client import apublish as apublish
     from cluster.client import arelease as arelease
@@ -125,6 +127,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "actors.hosting": "host_rank",
     "actors.reader.open_model": "OpenModel TensorSlice safe_open",
+    "actors.saving.save": "SaveReport save",
     "cluster.client": (
         "aload apublish arelease asign astatus averify generate_key load publish release sign status verify"
     ),

@@ -76,8 +76,8 @@ class RankTable(_Entry):
         try:
             opened = zlib.decompressobj()
             text = opened.decompress(data, MAX_TABLE_BYTES)
-            if opened.unconsumed_tail or json_values(text) > MAX_JSON_VALUES:
-                raise SaveError("another rank's table of tensors is too large")
+            if not opened.eof or json_values(text) > MAX_JSON_VALUES:
+                raise SaveError("another rank's table of tensors is cut short or too large")
             table = cls.model_validate_json(text)
         except (zlib.error, ValidationError) as error:
             raise SaveError("another rank's table of tensors cannot be read") from error
