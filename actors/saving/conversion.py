@@ -16,9 +16,10 @@ import math
 import multiprocessing
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
@@ -28,7 +29,7 @@ import numpy as np
 from actors.saving.writer import Begun, CheckpointWriter, PartsDiffer, begin_save
 from cluster.converting.assembly import Copy, copies_of, coverage_problems
 from cluster.converting.source import Source, SourceTensor
-from cluster.errors import ConvertError
+from cluster.errors import ConvertError, SaveError
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, ShardLayout, TensorSpec, lay_out
 from storage.checkpoints.safetensors_header import DTYPE_BITS, HeaderTensor
 from storage.problems import Problems
@@ -82,7 +83,8 @@ class ConvertReport:
     source: str
     dest: str
     format: str  # of the source
-    revision: str  # of the manifest
+    revision: str  # of the manifest; "" for a plan
+    shards: int  # files
     tensors: int
     size_bytes: int  # of the tensors
     read_bytes: int  # from the source
@@ -91,6 +93,11 @@ class ConvertReport:
     seconds: float
     workers: int
     files: tuple[str, ...]  # copied beside the weights
+    dtypes: dict[str, int]  # dtype -> number of tensors in the result
+    cast: int  # tensors that have another dtype than in the source
+    source_files: int  # that have numbers of the tensors
+    verified: bool = False  # read back and compared
+    dry_run: bool = False  # nothing was written
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -286,7 +293,7 @@ def _work(
             pipe.send(("error", error))
 
 
-def convert(
+def run_conversion(
     source: Place,
     dest: Place,
     found: Source,
@@ -310,7 +317,7 @@ def convert(
         progress: Called with a `PublishProgress`.
 
     Raises:
-        ConvertError: A worker process died.
+        SaveError: A worker process died.
         SaveConflict: Somebody else writes to the destination.
         StoreError: A store cannot be read or written. ObjectChanged: a file of the source was replaced.
     """
@@ -337,19 +344,39 @@ def convert(
                 if anew:
                     raise
         manifest = writer.commit(extra_files=extras)
-    return ConvertReport(
-        source=source.ref.uri,
-        dest=dest.ref.uri,
-        format=found.format,
+    plan = report_of(source, dest, found, conversion, workers=workers)
+    return replace(
+        plan,
         revision=manifest.revision,
-        tensors=len(conversion.tensors),
-        size_bytes=sum(tensor.end - tensor.start for layout in layouts for tensor in layout.tensors),
         read_bytes=read,
         written_bytes=written,
         reused_bytes=reused,
         seconds=time.monotonic() - begin_s,
+        dry_run=False,
+    )
+
+
+def report_of(source: Place, dest: Place, found: Source, conversion: Conversion, *, workers: int) -> ConvertReport:
+    """Return the report of a plan, before anything is read or written."""
+    stored = [tensor for layout in conversion.layouts for tensor in layout.tensors]
+    return ConvertReport(
+        source=source.ref.uri,
+        dest=dest.ref.uri,
+        format=found.format,
+        revision="",
+        shards=len(conversion.layouts),
+        tensors=len(stored),
+        size_bytes=sum(tensor.end - tensor.start for tensor in stored),
+        read_bytes=0,
+        written_bytes=0,
+        reused_bytes=0,
+        seconds=0.0,
         workers=workers,
-        files=tuple(sorted(extras)),
+        files=tuple(sorted(found.extra_files)),
+        dtypes=dict(sorted(Counter(tensor.dtype for tensor in stored).items())),
+        cast=sum(conversion.tensors[tensor.name].dtype != tensor.dtype for tensor in stored),
+        source_files=len({piece.file for tensor in found.tensors for piece in tensor.pieces}),
+        dry_run=True,
     )
 
 
@@ -370,9 +397,8 @@ def _all_parts(
         writer.note(records)
         done += size_bytes
         if progress is not None:
-            progress(
-                done_bytes=done, total_bytes=total, key=conversion.layouts[records[0].shard].file if records else ""
-            )
+            key = conversion.layouts[records[0].shard].file if records else ""
+            progress(PublishProgress(done, total, key))
 
     parts = conversion.parts
     if workers == 1:
@@ -386,7 +412,7 @@ def _all_parts(
                 try:
                     kind, *values = pipe.recv()
                 except EOFError:
-                    raise ConvertError(
+                    raise SaveError(
                         "a worker process died, maybe for lack of memory",
                         hint="run the same command again, with fewer workers; it continues where this one stopped",
                     ) from None

@@ -93,9 +93,9 @@ def _paths(metadata: Any, key: str) -> dict[str, tuple[str, ...]]:
         for name, entry in entries.items():
             if isinstance(entry, Opaque) and entry.name.endswith(".TensorStorageMetadata") and isinstance(name, str):
                 path = planned.get(name) if isinstance(planned, dict) else None
-                good = isinstance(path, tuple) and 0 < len(path) <= _MAX_PATH
-                good = good and all(isinstance(one, str | int) for one in path)
-                found[name] = tuple(map(str, path)) if good else (name,)
+                keys = path if isinstance(path, tuple) and len(path) <= _MAX_PATH else ()
+                good = bool(keys) and all(isinstance(one, str | int) for one in keys)
+                found[name] = tuple(map(str, keys)) if good else (name,)
     except (AttributeError, KeyError, TypeError) as exc:
         raise BrokenCheckpointFile(f"{quote(key)} is not the metadata of a distributed checkpoint") from exc
     return found

@@ -274,7 +274,7 @@ def _mesh(fields: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if len(place) != len(sizes) or not all(a < b for a, b in zip(place, sizes, strict=True)):
         raise _Malformed("the rank that wrote it has no place in its mesh")
     if math.prod(sizes) > _MAX_MESH:
-        raise _Malformed(f"its mesh has {prod(sizes)} processes; at most {_MAX_MESH} are possible")
+        raise _Malformed(f"its mesh has {math.prod(sizes)} processes; at most {_MAX_MESH} are possible")
     return sizes, tuple(place)
 
 
