@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from actors.reader.open_model import OpenModel as OpenModel
     from actors.reader.open_model import TensorSlice as TensorSlice
     from actors.reader.open_model import safe_open as safe_open
+    from actors.saving.conversion import ConvertReport as ConvertReport
+    from actors.saving.convert import aconvert as aconvert
+    from actors.saving.convert import convert as convert
     from actors.saving.save import SaveReport as SaveReport
     from actors.saving.save import save as save
     from cluster.client import aload as aload
@@ -33,11 +36,13 @@ if TYPE_CHECKING:
     from cluster.client import verify as verify
     from cluster.config import Config as Config
     from cluster.errors import AgentEnded as AgentEnded
+    from cluster.errors import BrokenCheckpointFile as BrokenCheckpointFile
     from cluster.errors import CallTimeout as CallTimeout
     from cluster.errors import ChunkFailed as ChunkFailed
     from cluster.errors import ClusterError as ClusterError
     from cluster.errors import ClusterLost as ClusterLost
     from cluster.errors import ConfigError as ConfigError
+    from cluster.errors import ConvertError as ConvertError
     from cluster.errors import DeviceUnavailable as DeviceUnavailable
     from cluster.errors import DoesNotFit as DoesNotFit
     from cluster.errors import DoesNotFitNow as DoesNotFitNow
@@ -64,6 +69,7 @@ if TYPE_CHECKING:
     from cluster.errors import SaveRefused as SaveRefused
     from cluster.errors import TensorNotFound as TensorNotFound
     from cluster.errors import UnknownFamily as UnknownFamily
+    from cluster.errors import UnsafePickle as UnsafePickle
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
     from cluster.planning.plan_summary import PlanSummary as PlanSummary
@@ -127,6 +133,8 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "actors.hosting": "host_rank",
     "actors.reader.open_model": "OpenModel TensorSlice safe_open",
+    "actors.saving.conversion": "ConvertReport",
+    "actors.saving.convert": "aconvert convert",
     "actors.saving.save": "SaveReport save",
     "cluster.client": (
         "aload apublish arelease asign astatus averify generate_key load publish release sign status verify"
@@ -134,12 +142,12 @@ _EXPORTS = {
     "cluster.config": "Config",
     "cluster.small_files": "config_folder",
     "cluster.errors": (
-        "AgentEnded CallTimeout ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit "
-        "DoesNotFitNow "
+        "AgentEnded BrokenCheckpointFile CallTimeout ChunkFailed ClusterError ClusterLost ConfigError ConvertError "
+        "DeviceUnavailable DoesNotFit DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
         "RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
-        "UnknownFamily VersionMismatch"
+        "UnknownFamily UnsafePickle VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

@@ -16,9 +16,9 @@ import json
 import re
 from collections.abc import Mapping
 
-from cluster.converting.dcp import METADATA, open_items, read_metadata
+from cluster.converting.dcp_files import METADATA_KEY, read_tensors
 from cluster.converting.megatron_names import FAMILIES, Shape, is_weight, to_hugging_face
-from cluster.converting.source import Source, SourceTensor, other_files
+from cluster.converting.source import Source, other_files
 from cluster.errors import ConvertError
 from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
 from storage.problems import Problems, quote
@@ -30,12 +30,8 @@ _FORMAT_KEY = "metadata.json"
 _POINTER = "latest_checkpointed_iteration.txt"
 _MAX_SMALL_BYTES = 64 << 10
 _MAX_UNITS = 1_000_000  # layers times experts
-# Plans of the save, which Megatron keeps to save the same again faster.
+# Written by versions of Megatron before 0.16 beside torch's own.
 _ALLOWED = (
-    *(
-        f"torch.distributed.checkpoint.planner.{name}"
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-    ),
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
 )
@@ -66,13 +62,9 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
     extra = other_files(listing, folder)
     shape = _read_shape(store, listing, extra.get("config.json"))
     problems = Problems()
-    described, items, _ = read_metadata(store, listing, folder, problems, allowed=_ALLOWED)
-    weights = {name: one for name, one in described.items() if is_weight(name)}
-    wanted = [item for item in items if item.name in weights]
-    pieces = {} if problems else open_items(store, wanted, weights, problems)
-    stored = [SourceTensor(name, one.dtype, one.shape, tuple(pieces[name])) for name, one in weights.items() if pieces]
-    tensors = [] if problems else to_hugging_face(stored, shape, problems)
-    if problems:
+    stored = read_tensors(store, listing, folder, problems, wanted=is_weight, allowed=_ALLOWED)
+    tensors = to_hugging_face(stored, shape, problems)
+    if len(problems):
         hint = "check that all files were copied, and that config.json is that of the trained model"
         raise ConvertError(f"{store.uri} is no Megatron checkpoint that can be converted: {problems}", hint=hint)
     return Source(FORMAT, tuple(tensors), extra)
@@ -81,7 +73,7 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
 def _folders(listing: Mapping[str, ObjectInfo]) -> list[str]:
     """Return the folders that have both files of the format, in order."""
     folders = (key.removesuffix(_FORMAT_KEY) for key in listing if key.rpartition("/")[2] == _FORMAT_KEY)
-    return sorted(folder for folder in folders if folder + METADATA in listing)
+    return sorted(folder for folder in folders if folder + METADATA_KEY in listing)
 
 
 def _small_file(store: ObjectStore, key: str, info: ObjectInfo, limit_bytes: int) -> bytes:
