@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import cluster
 from cluster.converting.deepspeed import Run, place_in_groups, place_in_ranks, read, recognise
 from cluster.converting.source import Source, SourceTensor
 from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
@@ -81,6 +82,29 @@ def test_bf16_optimizer_is_read_though_its_stage_is_missing(deepspeed_checkpoint
     found = bits(deepspeed_checkpoints / "zero1-accumulating")
     assert_same(found, bits(deepspeed_checkpoints / "zero1-accumulating-universal"))
     assert found["first.weight"].dtype == np.uint32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero3-bf16", "zero3-bf16-universal"])
+def test_published_model_has_the_weights(deepspeed_checkpoints: Path, tmp_path: Path, name: str) -> None:
+    wanted = merged(deepspeed_checkpoints / f"{name.removesuffix('-universal')}.safetensors")
+    cluster.convert(deepspeed_checkpoints / name, tmp_path / "same", workers=2)
+    (file,) = (tmp_path / "same").glob("*.safetensors")
+    assert_same(merged(file), wanted)
+    report = cluster.convert(deepspeed_checkpoints / name, tmp_path / "cast", dtype="bfloat16")
+    assert report.format.startswith("DeepSpeed")
+    (file,) = (tmp_path / "cast").glob("*.safetensors")
+    with safe_open(file, "pt") as cast, safe_open(tmp_path / "same" / _only(tmp_path / "same"), "pt") as same:
+        for key in wanted:
+            one = same.get_tensor(key)
+            assert np.array_equal(
+                as_bits(cast.get_tensor(key)), as_bits(one.bfloat16() if one.is_floating_point() else one)
+            )
+
+
+def _only(folder: Path) -> str:
+    (file,) = folder.glob("*.safetensors")
+    return file.name
 
 
 def drop(name: str) -> Callable[[Path], None]:

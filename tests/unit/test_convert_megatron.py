@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+import cluster
 from cluster.converting.megatron import read, recognise
 from cluster.converting.megatron_names import Shape, to_hugging_face
 from cluster.converting.source import Source, SourceTensor, StoredPiece
@@ -44,6 +45,20 @@ def test_weights_are_those_of_hugging_face(megatron_checkpoints: Path, name: str
             bits = wanted.view(__import__("torch").int16).numpy().view(np.uint16)
             assert np.array_equal(assemble(folder / "megatron", tensor), bits), tensor.name
     assert found.extra_files == {"config.json": "config.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_published_model_answers_like_the_trained_one(megatron_checkpoints: Path, tmp_path: Path, name: str) -> None:
+    import torch
+    import transformers
+
+    report = cluster.convert(megatron_checkpoints / name / "megatron", tmp_path / "out")
+    assert report.format == "Megatron-Core torch_dist"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32").eval()
+    with torch.no_grad():
+        found = model(torch.tensor([[3, 1, 4, 1, 5, 92, 65, 35]])).logits  # TOKENS of the script
+    torch.testing.assert_close(found, torch.load(megatron_checkpoints / name / "logits.pt"))
 
 
 def edit(key: str, **fields: object) -> Callable[[Path], None]:
