@@ -21,7 +21,9 @@ from cluster.converting.deepspeed import Run, place_in_groups, place_in_ranks, r
 from cluster.converting.source import Source, SourceTensor
 from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
 from storage.problems import Problems
+from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.local import LocalStore
+from tests.support.s3_servers import make_bucket, notice
 from tests.support.trainer_checkpoints import assemble
 
 NAMES = ["zero1-bf16", "zero1-fp32", "zero2-bf16", "zero3-bf16", "zero3-fp32"]
@@ -100,6 +102,17 @@ def test_published_model_has_the_weights(deepspeed_checkpoints: Path, tmp_path: 
             assert np.array_equal(
                 as_bits(cast.get_tensor(key)), as_bits(one.bfloat16() if one.is_floating_point() else one)
             )
+
+
+@pytest.mark.slow
+def test_checkpoint_in_a_bucket_is_converted(deepspeed_checkpoints: Path, rclone: EmbeddedS3, tmp_path: Path) -> None:
+    make_bucket(rclone, "trained")
+    shutil.copytree(deepspeed_checkpoints / "zero3-fp32", rclone.folder / "trained" / "run")
+    notice(rclone, rclone.folder / "trained")
+    server = {"endpoint_url": rclone.endpoint_url, "credentials": rclone.credentials(), "region": "us-east-1"}
+    cluster.convert("s3://trained/run", "s3://trained/model", **server)
+    (file,) = (rclone.folder / "trained" / "model").glob("*.safetensors")
+    assert_same(merged(file), merged(deepspeed_checkpoints / "zero3-fp32.safetensors"))
 
 
 def _only(folder: Path) -> str:
