@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,22 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(ConvertError) as raised:
         source(tmp_path / "copy")
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.slow
+def test_norms_that_are_stored_less_one_are_refused(megatron_checkpoints: Path, tmp_path: Path) -> None:
+    import torch
+
+    shutil.copytree(megatron_checkpoints / "llama" / "megatron", tmp_path / "copy")
+    common = tmp_path / "copy" / ITERATION / "common.pt"
+    torch.save({"args": Namespace(apply_layernorm_1p=False, params_dtype=torch.bfloat16)}, common)
+    assert source(tmp_path / "copy").tensors
+    torch.save({"args": Namespace(apply_layernorm_1p=True)}, common)
+    with pytest.raises(ConvertError, match="apply_layernorm_1p"):
+        source(tmp_path / "copy")
+    torch.save({"args": Namespace(run=print)}, common)
+    with pytest.raises(UnsafePickle, match="without the file"):
+        source(tmp_path / "copy")
 
 
 @pytest.mark.slow
