@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from actors.saving.background import asave as asave
     from actors.saving.handles import SaveHandle as SaveHandle
     from actors.saving.loaded import save_loaded as save_loaded
+    from actors.saving.conversion import ConvertReport as ConvertReport
+    from actors.saving.convert import aconvert as aconvert
+    from actors.saving.convert import convert as convert
     from actors.saving.save import SaveReport as SaveReport
     from actors.saving.save import save as save
     from actors.saving.training_state import load_training_state as load_training_state
@@ -39,11 +42,13 @@ if TYPE_CHECKING:
     from cluster.client import verify as verify
     from cluster.config import Config as Config
     from cluster.errors import AgentEnded as AgentEnded
+    from cluster.errors import BrokenCheckpointFile as BrokenCheckpointFile
     from cluster.errors import CallTimeout as CallTimeout
     from cluster.errors import ChunkFailed as ChunkFailed
     from cluster.errors import ClusterError as ClusterError
     from cluster.errors import ClusterLost as ClusterLost
     from cluster.errors import ConfigError as ConfigError
+    from cluster.errors import ConvertError as ConvertError
     from cluster.errors import DeviceUnavailable as DeviceUnavailable
     from cluster.errors import DoesNotFit as DoesNotFit
     from cluster.errors import DoesNotFitNow as DoesNotFitNow
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import UpdateFailed as UpdateFailed
     from cluster.errors import UpdateRefused as UpdateRefused
+    from cluster.errors import UnsafePickle as UnsafePickle
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
     from cluster.planning.plan_summary import PlanSummary as PlanSummary
@@ -142,6 +148,8 @@ _EXPORTS = {
     "actors.saving.background": "asave",
     "actors.saving.handles": "SaveHandle",
     "actors.saving.loaded": "save_loaded",
+    "actors.saving.conversion": "ConvertReport",
+    "actors.saving.convert": "aconvert convert",
     "actors.saving.save": "SaveReport save",
     "actors.saving.training_state": "load_training_state",
     "cluster.client": (
@@ -154,6 +162,9 @@ _EXPORTS = {
         "AgentEnded CallTimeout ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit "
         "DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelBroken ModelConfigError "
+        "AgentEnded BrokenCheckpointFile CallTimeout ChunkFailed ClusterError ClusterLost ConfigError ConvertError "
+        "DeviceUnavailable DoesNotFit DoesNotFitNow "
+        "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
         "RankTaken ReaderClosed RemoteCallFailed TensorNotFound UnknownFamily UpdateFailed UpdateRefused "
         "VersionMismatch"
@@ -162,6 +173,7 @@ _EXPORTS = {
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NoRoomToStage NotEnoughResources PackageMissing "
         "PlanError RankLost RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
         "UnknownFamily VersionMismatch"
+        "UnknownFamily UnsafePickle VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

@@ -16,6 +16,7 @@ from cluster.errors import (
     ClusterError,
     ClusterLost,
     ConfigError,
+    ConvertError,
     DeviceUnavailable,
     ModelConfigError,
     ModelNotFound,
@@ -131,7 +132,7 @@ EXIT_CODES = (
     ExitCode(
         3,
         "refused before anything moved: no loadable checkpoint there, does not fit, cannot be cut as asked",
-        (PlanError, CheckpointError, ModelConfigError),
+        (PlanError, CheckpointError, ModelConfigError, ConvertError),
     ),
     ExitCode(
         4,

@@ -22,6 +22,7 @@ from cluster.command_line.arguments import (
     add_signed_name,
     add_verb,
     command_options,
+    count,
     given_options,
     load_options,
     seconds_of,
@@ -93,6 +94,29 @@ def run_publish(args: argparse.Namespace) -> int:
             **given_options(args, STORE),
         )
     answer(args, report.as_dict(), lambda: publish_table(report))
+    return OK
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    """Convert a checkpoint of another format, or show the plan with --dry-run."""
+    from cluster import convert
+    from cluster.command_line.tables import convert_table
+
+    with display_on(sys.stderr) as display:
+        report = convert(
+            args.source,
+            args.dest,
+            dtype=args.dtype,
+            workers=args.workers,
+            dry_run=args.dry_run,
+            verify=args.verify,
+            max_shard_bytes=args.shard_size,
+            hash_name=args.hash,
+            chunk_bytes=args.chunk_size,
+            progress=byte_counter(display, "convert"),
+            **given_options(args, STORE),
+        )
+    answer(args, report.as_dict(), lambda: convert_table(report))
     return OK
 
 
@@ -182,6 +206,9 @@ def add_checkpoint_verbs(verbs: Verbs) -> None:
     add_signed_name(publish)
     add_options(publish, STORE)
 
+    for name in ("convert", "merge"):
+        _add_convert(add_verb(verbs, name, run_convert, "SOURCE"))
+
     verify = add_verb(verbs, "verify", run_verify, "URI")
     add_options(verify, (*TRUSTED, *STORE))
 
@@ -196,3 +223,23 @@ def add_checkpoint_verbs(verbs: Verbs) -> None:
     add_options(folder, (*TRUSTED, *STORE))
 
     add_verb(verbs, "keygen", run_keygen, "FILE")
+
+
+def _add_convert(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("dest", metavar="DEST", help="folder or URI for the result")
+    verb.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32", "bf16", "fp16", "fp32"),
+        help="cast floating-point tensors (default: all keep their dtype)",
+    )
+    verb.add_argument("--workers", type=count, default=1, metavar="N", help="processes that do it (default: 1)")
+    verb.add_argument("--dry-run", action="store_true", help="check everything and show the plan; write nothing")
+    verb.add_argument(
+        "--verify", action=argparse.BooleanOptionalAction, default=True, help="read the result back (default: yes)"
+    )
+    verb.add_argument(
+        "--shard-size", type=size_of, default=5_000_000_000, metavar="BYTES", help="most bytes of a file (default: 5GB)"
+    )
+    verb.add_argument("--hash", choices=("blake3", "xxh3_128"), default="blake3", help="of the chunks")
+    verb.add_argument("--chunk-size", type=size_of, default=None, metavar="BYTES", help="1MiB to 16MiB (default: 8MiB)")
+    add_options(verb, STORE)

@@ -80,6 +80,40 @@ PAGES = {
         (3, 5, 6),
         "the checkpoint: a local folder or a URI",
     ),
+    "convert": Page(
+        "turn training checkpoints into a published model",
+        (
+            "Reads the checkpoint at SOURCE and writes it to DEST in safetensors, with a manifest. The format is "
+            "recognised by its files: FSDP and verl ranks, torch DCP, DeepSpeed ZeRO, Megatron-Core, .bin and .pt "
+            "state dicts, safetensors. No code in them is run. Memory does not grow with the model.",
+            "What is wrong with the source is listed before a byte is written. A conversion that was interrupted goes "
+            "on when the command is repeated. It needs no cluster.",
+        ),
+        (
+            "longshore convert /runs/7/checkpoint /models/run-7 --dry-run",
+            "longshore convert s3://runs/7/global_step_80 s3://models/run-7 --dtype bfloat16 --workers 4",
+        ),
+        (3, 5, 6),
+        "the checkpoint: a local folder, a file or a URI",
+        {3: "not whole, of no known format, or with a pickle that names code; nothing was written"},
+    ),
+    "merge": Page(
+        "the same as convert",
+        (
+            "Reads the checkpoint at SOURCE and writes it to DEST in safetensors, with a manifest. The format is "
+            "recognised by its files: FSDP and verl ranks, torch DCP, DeepSpeed ZeRO, Megatron-Core, .bin and .pt "
+            "state dicts, safetensors. No code in them is run. Memory does not grow with the model.",
+            "What is wrong with the source is listed before a byte is written. A conversion that was interrupted goes "
+            "on when the command is repeated. It needs no cluster. It is another name of `longshore convert`.",
+        ),
+        (
+            "longshore merge /runs/7/checkpoint /models/run-7 --dry-run",
+            "longshore merge s3://runs/7/global_step_80 s3://models/run-7 --dtype bfloat16 --workers 4",
+        ),
+        (3, 5, 6),
+        "the checkpoint: a local folder, a file or a URI",
+        {3: "not whole, of no known format, or with a pickle that names code; nothing was written"},
+    ),
     "verify": Page(
         "read a published model and check every digest",
         (

@@ -22,6 +22,7 @@ from cluster.telemetry.stats import unchecked_counts
 from cluster.units import printable, show_bytes, show_rate
 
 if TYPE_CHECKING:
+    from cluster import ConvertReport
     from cluster.command_line.demo import DemoReport
     from cluster.doctor.host_checks import Check
     from cluster.planning.plan_summary import PlanSummary
@@ -200,6 +201,27 @@ def publish_table(report: PublishReport) -> RenderableType:
             *(("left out", key) for key in report.skipped),
         ]
     )
+
+
+def convert_table(report: ConvertReport) -> RenderableType:
+    """Return a table of what a conversion read and wrote, or of its plan."""
+    sizes = ", ".join(f"{count} {dtype}" for dtype, count in report.dtypes.items())
+    rows: list[tuple[str, object]] = [
+        ("source", f"{report.source}: {report.format}, {report.source_files} files"),
+        ("result", f"{report.dest}{' (a plan: nothing was written)' if report.dry_run else ''}"),
+        ("model", f"{report.tensors} tensors in {report.shards} shards, {show_bytes(report.size_bytes)}"),
+        ("dtypes", f"{sizes}; {report.cast} cast" if report.cast else f"{sizes}, as in the source"),
+        ("other files", ", ".join(report.files) or "-"),
+    ]
+    if not report.dry_run:
+        rows += [
+            ("revision", report.revision),
+            ("read", f"{show_bytes(report.read_bytes)} in {report.seconds:.1f} s"),
+            ("written", show_bytes(report.written_bytes)),
+            ("kept", f"{show_bytes(report.reused_bytes)} of an interrupted conversion" if report.reused_bytes else "-"),
+            ("verified", "read back, every digest is right" if report.verified else "no"),
+        ]
+    return facts(rows)
 
 
 def verify_table(report: VerifyReport) -> RenderableType:

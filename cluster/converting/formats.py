@@ -167,13 +167,13 @@ def _joined(name: str, parts: list[tuple[HeaderTensor, StoredPiece]], problems: 
 # Those with files of a kind of their own come first: their folders may have other formats' files, too.
 FORMATS: tuple[Format, ...] = (
     Format("DeepSpeed", "*_optim_states.pt, or zero/*/fp32.pt", deepspeed.recognise, deepspeed.read),
+    Format(megatron.FORMAT, "metadata.json, common.pt and .metadata", megatron.recognise, megatron.read),
     Format(
         rank_files.FSDP,
         "model_world_size_4_rank_0.pt, *_rank0.bin",
         rank_files.recognise_ranks,
         rank_files.read_ranks,
     ),
-    Format(megatron.FORMAT, "metadata.json and .metadata, of torch_dist", megatron.recognise, megatron.read),
     Format(dcp.DCP, ".metadata and __0_0.distcp", dcp.recognise, dcp.read),
     Format(SAFETENSORS, "*.safetensors", recognise, read),
     Format(

@@ -16,10 +16,11 @@ import json
 import re
 from collections.abc import Mapping
 
-from cluster.converting.dcp import METADATA, open_items, read_metadata
+from cluster.converting.dcp_files import METADATA_KEY, read_tensors
 from cluster.converting.megatron_names import FAMILIES, Shape, is_weight, to_hugging_face
-from cluster.converting.source import Source, SourceTensor, other_files
-from cluster.errors import ConvertError
+from cluster.converting.source import Source, other_files
+from cluster.converting.torch_files import Opaque, read_torch_file
+from cluster.errors import ConvertError, UnsafePickle
 from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
 from storage.problems import Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
@@ -29,13 +30,12 @@ FORMAT = "Megatron-Core torch_dist"
 _FORMAT_KEY = "metadata.json"
 _POINTER = "latest_checkpointed_iteration.txt"
 _MAX_SMALL_BYTES = 64 << 10
+_COMMON_KEY = "common.pt"  # arguments of the training and other state, without weights
+_COMMON_ALLOWED = ("argparse.Namespace", "megatron.*", "numpy.*", "pathlib.*", "enum.*", "collections.defaultdict")
+_PLUS_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 _MAX_UNITS = 1_000_000  # layers times experts
-# Plans of the save, which Megatron keeps to save the same again faster.
+# Written by versions of Megatron before 0.16 beside torch's own.
 _ALLOWED = (
-    *(
-        f"torch.distributed.checkpoint.planner.{name}"
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-    ),
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
 )
@@ -66,13 +66,10 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
     extra = other_files(listing, folder)
     shape = _read_shape(store, listing, extra.get("config.json"))
     problems = Problems()
-    described, items, _ = read_metadata(store, listing, folder, problems, allowed=_ALLOWED)
-    weights = {name: one for name, one in described.items() if is_weight(name)}
-    wanted = [item for item in items if item.name in weights]
-    pieces = {} if problems else open_items(store, wanted, weights, problems)
-    stored = [SourceTensor(name, one.dtype, one.shape, tuple(pieces[name])) for name, one in weights.items() if pieces]
-    tensors = [] if problems else to_hugging_face(stored, shape, problems)
-    if problems:
+    _check_arguments(store, listing, folder, problems)
+    stored = read_tensors(store, listing, folder, problems, wanted=is_weight, allowed=_ALLOWED)
+    tensors = to_hugging_face(stored, shape, problems)
+    if len(problems):
         hint = "check that all files were copied, and that config.json is that of the trained model"
         raise ConvertError(f"{store.uri} is no Megatron checkpoint that can be converted: {problems}", hint=hint)
     return Source(FORMAT, tuple(tensors), extra)
@@ -81,7 +78,7 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
 def _folders(listing: Mapping[str, ObjectInfo]) -> list[str]:
     """Return the folders that have both files of the format, in order."""
     folders = (key.removesuffix(_FORMAT_KEY) for key in listing if key.rpartition("/")[2] == _FORMAT_KEY)
-    return sorted(folder for folder in folders if folder + METADATA in listing)
+    return sorted(folder for folder in folders if folder + METADATA_KEY in listing)
 
 
 def _small_file(store: ObjectStore, key: str, info: ObjectInfo, limit_bytes: int) -> bytes:
@@ -115,6 +112,23 @@ def _choose(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> str:
         hint = "save it again with --ckpt-format torch_dist"
         raise ConvertError(f"{quote(key)} names the format {quote(backend)}; only torch_dist is read", hint=hint)
     return chosen
+
+
+def _check_arguments(store: ObjectStore, listing: Mapping[str, ObjectInfo], folder: str, problems: Problems) -> None:
+    """Add a problem if the arguments of the training say that norms are stored less one. Nothing else tells it."""
+    key = folder + _COMMON_KEY
+    if key not in listing:
+        return
+    try:
+        common = read_torch_file(store, key, allowed=_COMMON_ALLOWED)
+    except UnsafePickle as exc:
+        hint = f"{_COMMON_KEY} is only looked at for arguments; without the file the checkpoint is converted unchecked"
+        raise UnsafePickle(exc.message, hint=hint) from exc
+    arguments = common.get("args") if isinstance(common, dict) else None
+    fields = arguments.state if isinstance(arguments, Opaque) and isinstance(arguments.state, dict) else {}
+    for name in _PLUS_ONE:
+        if fields.get(name) is True:
+            problems.add(f"{quote(key)} says {name}: norms are stored less one, which is not read")
 
 
 def _read_shape(store: ObjectStore, listing: Mapping[str, ObjectInfo], key: str | None) -> Shape:

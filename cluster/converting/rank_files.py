@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
@@ -246,7 +245,8 @@ def _of_dtensor(name: str, shape: tuple[int, ...], state: Any) -> SourceTensor:
             raise _Malformed("its placements are impossible")
         cuts.append(MeshCut(dim % len(shape), parts, part, groups))
     region = dtensor_region(shape, cuts)
-    if prod(region.filled) != prod(local.shape) or (prod(local.shape) and region.filled != local.shape):
+    held: tuple[int, ...] = local.shape
+    if region.filled != held and (region.elements or math.prod(held)):
         raise _Malformed(f"its part has the shape {local.shape}, but its placements say {region.filled}")
     pieces = []
     for (start, sizes_), offsets in region.boxes():
@@ -273,8 +273,8 @@ def _mesh(fields: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         raise _Malformed("the rank that wrote it has no place in its mesh")
     if len(place) != len(sizes) or not all(a < b for a, b in zip(place, sizes, strict=True)):
         raise _Malformed("the rank that wrote it has no place in its mesh")
-    if prod(sizes) > _MAX_MESH:
-        raise _Malformed(f"its mesh has {prod(sizes)} processes; at most {_MAX_MESH} are possible")
+    if math.prod(sizes) > _MAX_MESH:
+        raise _Malformed(f"its mesh has {math.prod(sizes)} processes; at most {_MAX_MESH} are possible")
     return sizes, tuple(place)
 
 
@@ -289,7 +289,7 @@ def _of_sharded(name: str, shape: tuple[int, ...], state: Any) -> SourceTensor:
         if not isinstance(local, StoredTensor) or not _is_shape(start) or local.shape != sizes:
             raise _Malformed("a shard is not as large as its metadata says")
         dtype = local.dtype
-        if prod(sizes):
+        if math.prod(sizes):
             pieces.append(_piece(local, start, sizes, (0,) * len(sizes)))
     if not dtype:  # a rank without a part does not name the dtype in a tensor
         metadata = next(_fields(one.state) for one in state if isinstance(one, Opaque) and "Metadata" in one.name)
@@ -329,14 +329,14 @@ def _is_shape(value: Any) -> bool:
         isinstance(value, tuple)
         and len(value) <= MAX_DIMENSIONS
         and all(type(one) is int and one >= 0 for one in value)
-        and prod(value) <= MAX_ELEMENTS
+        and math.prod(value) <= MAX_ELEMENTS
     )
 
 
 def whole_tensor(name: str, tensor: StoredTensor) -> SourceTensor:
     """Return a tensor that one file has whole."""
     piece = StoredPiece(tensor.file, tensor.offset_bytes, (0,) * len(tensor.shape), tensor.shape, tensor.strides)
-    return SourceTensor(clean_name(name), tensor.dtype, tensor.shape, (piece,) if prod(tensor.shape) else ())
+    return SourceTensor(clean_name(name), tensor.dtype, tensor.shape, (piece,) if math.prod(tensor.shape) else ())
 
 
 def state_of(found: Any, file: str) -> Mapping[str, Any]:

@@ -7,7 +7,6 @@ import os
 import pickle
 import struct
 import subprocess
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -142,20 +141,18 @@ def test_damaged_pickles_are_refused(data: bytes) -> None:
 
 def test_bombs_cost_no_more_than_their_length() -> None:
     """Tuples of twice the same, a huge index of the memo, and lists in lists."""
-    doubled = b"\x80\x02K\x01" + b"2\x86" * 200_000 + b"."
-    far = b"\x80\x02K\x01" + b"".join(b"r" + struct.pack("<I", 2**32 - 1 - one) for one in range(100_000)) + b"."
-    nested = b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."
+    doubled = b"\x80\x02K\x01" + b"2\x86" * 30_000 + b"."
+    far = b"\x80\x02K\x01" + b"".join(b"r" + struct.pack("<I", 2**32 - 1 - one) for one in range(30_000)) + b"."
+    nested = b"\x80\x02" + b"]" * 30_000 + b"a" * 29_999 + b"."
     as_key = b"\x80\x02}K\x01" + b"2\x86" * 60 + b"K\x01s."
     tracemalloc.start()
-    begun = time.process_time()
     for data in (doubled, far, nested):
         load_pickle(data, file="f")
     with pytest.raises(BrokenCheckpointFile):  # its hash would take 2**60 steps
         load_pickle(as_key, file="f")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 200 << 20
-    assert time.process_time() - begun < 300
+    assert peak < 40 << 20
 
 
 def test_allowed_names_become_inert() -> None:

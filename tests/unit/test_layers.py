@@ -77,6 +77,7 @@ IN_FUNCTIONS = {
     },
     "torch": {
         "actors/devices/cpu_device",
+        "actors/saving/conversion",
         "actors/devices/mapped_device",
         "actors/gpu_worker",
         "actors/reader/open_model",
