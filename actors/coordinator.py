@@ -231,6 +231,11 @@ class Coordinator:
         """
         record = await self._record(model_id)
         update_id = asked.update_id
+        async with record.changed:
+            # A restarted coordinator may be about to go on with this update: it first finds the ranks.
+            with contextlib.suppress(TimeoutError):
+                settled = record.changed.wait_for(lambda: record.life.state is not LoadState.LOADING)
+                await asyncio.wait_for(settled, REBUILD_S)
         if update_id not in record.update_outcomes and update_id != record.updating_id:
             if record.is_updating:
                 raise UpdateRefused(

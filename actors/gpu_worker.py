@@ -29,18 +29,17 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.devices.cpu_device import PROCESS_MEMORY
 from actors.devices.device import Device, OpeningDevice, open_device
 from actors.links import AgentLink
 from actors.rank.executor import RankLoader
 from actors.rank.loader import PROCESS_ARENAS
-from actors.rank.update import Gate, RankUpdate
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelBroken, ModelNotFound, RemoteCallFailed, UpdateFailed
 from cluster.messages import Assignment, RankJob, UpdateJob, Version
@@ -52,6 +51,67 @@ from longshore.installation import VERSION, check_packages
 from storage.errors import LongshoreError
 from storage.host.memory import without_collector
 from storage.host.processes import ProcessId
+
+if TYPE_CHECKING:
+    from actors.rank.update import RankUpdate
+
+
+class Gate:
+    """Lets many calls use the tensors, or one writer change them.
+
+    An exchange waits until no call uses the tensors, and calls that come meanwhile wait for its end. So a call never
+    sees contents of two revisions on its rank.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._writers = 0  # that write or wait to
+        self._writing = False
+        self.calls = 0  # that use the tensors
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Keep writers out for the length of the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writers)
+            self.calls += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.calls -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def write(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Keep calls and other writers out for the length of the block. Raises LoadCancelled when cancelled before."""
+        with self._changed:
+            self._writers += 1
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: cancelled() or not (self._writing or self.calls))
+                if cancelled():
+                    raise LoadCancelled("the update was cancelled on this rank")
+                self._writing = True
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._writing = False
+        finally:
+            with self._changed:
+                self._writers -= 1
+                self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Return when nobody writes."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing)
+
+    def wake(self) -> None:
+        """Let writers look again whether they were cancelled."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 class HostedLoad:
@@ -137,6 +197,8 @@ class HostedLoad:
             plan, device = self._loaded()
             if job.base and job.base != self.job.revision:
                 raise UpdateFailed("the rank has another revision", expected=job.base, found=self.job.revision)
+            from actors.rank.update import RankUpdate  # not at the top: most workers never need it
+
             update = self._update = RankUpdate(job, plan, device, self._gate)
         if before is not None:
             before.drop()

@@ -423,7 +423,7 @@ class UpdateRun:
         life = record.update_life
         if life is not None:
             record.move_update(life.exchanged(rank) if exchanged else life.lost(rank))
-        if not exchanged:
+        if same and not exchanged:  # else it was replaced before
             await self._wait_replaced(placement, worker)
 
     async def _wait_replaced(self, placement: Placement, worker: Any) -> None:

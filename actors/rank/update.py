@@ -4,16 +4,14 @@
         staged      into host memory of its own; the model is untouched until `exchange` copies it to its tensors
         streaming   into the model's tensors, while no call runs; there is no exchange
 
-`Gate` keeps users' calls and an exchange apart: an exchange waits until no call uses the tensors, and calls that come
-meanwhile wait for its end. So a call never sees contents of two revisions on its rank.
+The worker's `Gate` keeps calls out meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from actors.devices.cpu_device import CpuDevice
@@ -32,59 +30,7 @@ from storage.errors import LongshoreError
 if TYPE_CHECKING:
     import torch
 
-
-class Gate:
-    """Lets many calls use the tensors, or one writer change them. A writer comes before calls that have not begun."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._writers = 0  # that write or wait to
-        self._writing = False
-        self.calls = 0  # that use the tensors
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Keep writers out for the length of the block."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._writers)
-            self.calls += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.calls -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def write(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Keep calls and other writers out for the length of the block. Raises LoadCancelled when cancelled before."""
-        with self._changed:
-            self._writers += 1
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: cancelled() or not (self._writing or self.calls))
-                if cancelled():
-                    raise LoadCancelled("the update was cancelled on this rank")
-                self._writing = True
-            try:
-                yield
-            finally:
-                with self._changed:
-                    self._writing = False
-        finally:
-            with self._changed:
-                self._writers -= 1
-                self._changed.notify_all()
-
-    def settle(self) -> None:
-        """Return when nobody writes."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._writing)
-
-    def wake(self) -> None:
-        """Let writers look again whether they were cancelled."""
-        with self._changed:
-            self._changed.notify_all()
+    from actors.gpu_worker import Gate
 
 
 class RankUpdate:

@@ -143,6 +143,11 @@ def status_table(status: ClusterStatus) -> RenderableType:
         for group in status.worker_groups
         if (where := ", ".join(f"{host}: {count}" for host, count in Counter(group.rank_hosts).items()))
     ]
+    updates = [
+        cell(model.update if model.progress.model_id in model.update else f"{model.progress.model_id}: {model.update}")
+        for model in status.models
+        if model.update
+    ]
     ended = table_of(
         ("ended lately", "state", "", "why"),
         [
@@ -160,7 +165,9 @@ def status_table(status: ClusterStatus) -> RenderableType:
     empty = cell("no models are loaded", "dim")
     after: list[RenderableType] = [Text(), ended] if status.ended else []
     after += _settings(status)
-    return Group(head, *scraped, Text(), models if status.models else empty, *worker_groups, Text(), nodes, *after)
+    return Group(
+        head, *scraped, Text(), models if status.models else empty, *updates, *worker_groups, Text(), nodes, *after
+    )
 
 
 def _settings(status: ClusterStatus) -> list[RenderableType]:

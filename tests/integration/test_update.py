@@ -12,7 +12,7 @@ import pytest
 import cluster
 from tests.support.changed_models import changed_copy
 from tests.support.counting_proxy import CountingProxy
-from tests.support.ray_clusters import Longshore, eventually
+from tests.support.ray_clusters import REPOSITORY, Longshore, eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel, publish_to
 
@@ -95,6 +95,19 @@ def test_the_models_own_place_is_the_default(
         assert report.changed_tensors
         assert is_exact(model, published, 1)
         assert model.report.revision != report.revision == model.revision
+    longshore.assert_nothing_left()
+
+
+def test_the_example_of_the_page(longshore: Longshore, llama: StoredModel, next_llama: StoredModel) -> None:
+    page = (REPOSITORY / "docs" / "update.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    code = code.replace('"s3://models/llama/step-1000", tensor_parallel_size=8', f'"{llama.uri}", **options')
+    code = code.replace("s3://models/llama/step-2000", next_llama.uri)
+    names: dict[str, Any] = {"cluster": cluster, "options": options_of(llama)}
+    exec(code, names)
+    assert is_exact(names["model"], next_llama, 1)
+    assert "tensors" in str(names["report"])
+    names["model"].release()
     longshore.assert_nothing_left()
 
 

@@ -23,7 +23,7 @@ from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.fit.options import parse_device_map
 from cluster.layouts.mesh import Layout
-from cluster.messages import Orders, RankJob, RankUpdate
+from cluster.messages import Assignment, Orders, RankJob, RankUpdate
 from cluster.planning.make_plan import build_load_plan
 from cluster.planning.plan import LoadPlan
 from cluster.request import StoreAccess
@@ -235,7 +235,7 @@ def test_a_recycled_worker_is_as_new(worker: GpuWorker, node: LocalNode, plan: L
     assert second.size_bytes == first.size_bytes
     with pytest.raises(ModelNotFound):
         called(worker, LOAD, len)
-    assert worker.assignment() == (second_load.load_id, second_load.store)
+    assert worker.assignment() == Assignment(second_load.load_id, second_load.store, "")
     reference = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(stored["model.safetensors"])}
     found = copied(worker, second_load.load_id)
     assert {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in found.items()} == reference
