@@ -9,6 +9,7 @@ Ray may declare a node dead, and a partition that heals may let its agent speak 
 is told to end itself: its loads have gone on without it, and its record of them is older than theirs.
 
 An agent that nobody needs ends after `Config.idle_agent_s`, because Ray's autoscaler removes no node that has an actor.
+One that only readers have used ends after 10 minutes at the latest.
 A node is needed while a model has ranks there, workers wait there for the next load, or its agent reports a load
 (`actors.hosting` begins some that no coordinator knows). The last heartbeat may be old, so the agent itself decides
 whether it has a load, and then does not end. An agent that ends removes its arena with what was cached in it. Chunks on
@@ -425,10 +426,15 @@ class IdleAgents:
         self._models = models
         self._admission = admission
         self._nodes = IdleNodes(config.idle_agent_s)
+        self._of_readers: set[str] = set()  # nodes whose agents only readers have used
 
-    def needed(self, node_id: str) -> None:
+    def needed(self, node_id: str, *, by_reader: bool = False) -> None:
         """Somebody asks for the node's agent, and is to find it at work for a while."""
         self._nodes.needed(node_id, time.monotonic())
+        if not by_reader:
+            self._of_readers.discard(node_id)
+        elif node_id not in self._agents.node_ids:
+            self._of_readers.add(node_id)
 
     async def look(self) -> None:
         """End those whose time is over. While a load takes its placements: the next time."""
@@ -443,4 +449,5 @@ class IdleAgents:
         placed = {node for model in self._models.values() if not model.life.is_over for node in model.nodes}
         warm = {node for worker_group in self._worker_groups.idle() for node in worker_group.node_ids}
         needed = placed | warm | self._agents.busy_node_ids
-        return self._nodes.due(self._agents.node_ids, needed, time.monotonic())
+        self._of_readers -= placed | warm
+        return self._nodes.due(self._agents.node_ids, needed, time.monotonic(), self._of_readers)

@@ -4,9 +4,10 @@
     host.lock           locked by the host for as long as it lives
     host.sock           the host's door
 
-Where one agent runs, it is the host. Else who has the lock is the host: it makes the arena, or adopts the one that a
-dead host left, and opens the door. All others connect. When the host dies, the kernel drops the lock, and the next
-process that notices takes it. Where several agents run, a process in Ray takes that of its own node.
+A process of a Ray cluster with several nodes starts the agent of its node, if there is none. Where one agent runs, it
+is the host. Else who has the lock is the host: it makes the arena, or adopts the one that a dead host left, and opens
+the door. All others connect. When the host dies, the kernel drops the lock, and the next process that notices takes it.
+Where several agents run, a process in Ray takes that of its own node.
 
 A process that can share with nobody has an arena of its own, and `Host.why_private` says why. A forked child shares
 nothing with its parent but what it opens itself: the host, the lock and the connections stay with the parent.
@@ -41,6 +42,7 @@ from storage.host.processes import ProcessId, pid_namespace
 
 T = TypeVar("T")
 
+AGENT_S = 30.0  # a reader waits so long for its node's agent to start
 LEAST_PATIENCE_S = 5.0  # with a host, whatever the patience with other readers is
 LISTENS_S = 60.0  # an agent listens this long after it made its socket, or never
 LINGERS_S = 10.0  # an arena that nobody reads from stays this long, for the next model
@@ -265,6 +267,16 @@ def _agent_here(folder: str, patience_s: float) -> VisitedHost | None:
     return None
 
 
+def _started_agent(config: Config, folder: str, patience_s: float) -> VisitedHost | None:
+    """Start this node's agent, in a process of a Ray cluster with several nodes, so that these share chunks."""
+    ray = sys.modules.get("ray")
+    if config.peer_port < 0 or ray is None or not ray.is_initialized():
+        return None
+    from actors.launch import start_agent_here  # it imports Ray, which most readers do without
+
+    return _agent_here(folder, patience_s) if start_agent_here(AGENT_S) else None
+
+
 def _find(config: Config) -> Host:
     own = functools.partial(OwnHost, config)
     patience_s = max(LEAST_PATIENCE_S, config.group_patience_s)
@@ -272,7 +284,7 @@ def _find(config: Config) -> Host:
         folder = host_folder()
     except ArenaError as error:
         return own(None, None, error.message)
-    if (agent := _agent_here(folder, patience_s)) is not None:
+    if (agent := _agent_here(folder, patience_s) or _started_agent(config, folder, patience_s)) is not None:
         return agent
     # Who has the lock and opens no door within this hangs.
     path, give_up_s = os.path.join(folder, "host.sock"), time.monotonic() + patience_s

@@ -11,6 +11,7 @@ load reuses a whole worker group or none. An idle worker group never delays or m
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -371,6 +372,9 @@ def _has_room(
     return sum(free) >= layout.ranks
 
 
+READERS_AGENT_S = 600.0  # an agent that only readers have used ends so long after the last of them
+
+
 class IdleNodes:
     """The nodes that have an agent, with the time when each was last needed."""
 
@@ -383,9 +387,21 @@ class IdleNodes:
         """Record that a load asked for the node's agent just now."""
         self._needed_s[node_id] = now_s
 
-    def due(self, agents: Collection[str], needed: Collection[str], now_s: float) -> list[str]:
-        """Return ids of the nodes whose agents must end. `agents` have an agent; `needed` are in use."""
-        if not self._after_s:
+    def due(
+        self, agents: Collection[str], needed: Collection[str], now_s: float, of_readers: Collection[str] = ()
+    ) -> list[str]:
+        """Return ids of the nodes whose agents must end.
+
+        Args:
+            agents: Nodes that have an agent.
+            needed: Those in use.
+            now_s: The time.
+            of_readers: Nodes whose agents only readers have used. These end after READERS_AGENT_S at the latest.
+        """
+        if not self._after_s and not of_readers:
+            self._needed_s.clear()
             return []
         self._needed_s = {node: now_s if node in needed else self._needed_s.get(node, now_s) for node in agents}
-        return sorted(node for node, last_s in self._needed_s.items() if now_s - last_s > self._after_s)
+        never = self._after_s or math.inf
+        after_s = {node: min(never, READERS_AGENT_S) if node in of_readers else never for node in self._needed_s}
+        return sorted(node for node, last_s in self._needed_s.items() if now_s - last_s > after_s[node])

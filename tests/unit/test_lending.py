@@ -25,7 +25,7 @@ from storage.peers import Peer
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.faulty_stores import WrappedStore
-from tests.support.local_node import LocalNode, plan_of
+from tests.support.local_node import LocalNode, plan_of, run_all
 
 CHUNK_BYTES = 4096
 MODEL = b"model"
@@ -158,6 +158,19 @@ def test_a_node_that_has_read_all_still_lends(nodes_of: Callable[..., Nodes]):
     nodes.read(second)
     second.close()
     assert nodes.failed == []
+    assert nodes.store.read_bytes == nodes.read_once_bytes
+
+
+def test_hosted_ranks_on_two_nodes_read_the_store_once(nodes_of: Callable[..., Nodes]):
+    """Each is a load of its own, which no coordinator has planned."""
+    nodes = nodes_of(2, 1000)
+    ranks = []
+    for node in nodes.nodes:
+        load_id = node.begin(nodes.plan, f"hosted-{node.node_id}", process=ProcessId.current())
+        ranks.append(node.rank(nodes.plan, nodes.store, load_id, 0))
+    run_all(ranks)
+    assert not [rank.outcome for rank in ranks if isinstance(rank.outcome, BaseException)]
+    assert ranks[0].tensor_bytes() == ranks[1].tensor_bytes()
     assert nodes.store.read_bytes == nodes.read_once_bytes
 
 
