@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import functools
 import os
-import stat
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from typing import TypeVar
 
 from actors.node.chunk_flow import JobTables
 from actors.node_agent import NodeAgent
-from actors.reader.door import MAX_PATH_BYTES, DoorClient, HostDoor
+from actors.reader.door import DoorClient, HostDoor, agent_socket, host_folder
 from actors.reader.state import closed
 from cluster.config import Config
 from cluster.errors import AgentEnded, ClusterLost, ModelNotFound, VersionMismatch
@@ -51,22 +50,6 @@ BEGIN_SELDOM_S = 1.0  # each time it sends the tables of the model
 PRIVATE_AFTER_S = 10.0  # a reader that finds no slots in another process's arena takes one of its own
 REPORT_S = 10.0  # a report waits this long for a host that knows the reader
 WINDOW_BYTES = 256 << 20  # of a host's arena, where no setting says otherwise
-
-
-def host_folder() -> str:
-    """Return the folder of the user's lock and sockets, which is made if it is missing. Raises ArenaError."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
-    path = os.path.join(base, "longshore") if os.path.isdir(base) else f"/tmp/longshore-{os.geteuid()}"
-    try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        info = os.lstat(path)
-    except OSError as error:
-        raise ArenaError(f"cannot make the folder for the socket: {error.strerror}", path=path) from error
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise ArenaError("the folder for the socket belongs to another user, or others may enter it", path=path)
-    if len(os.fsencode(path)) + len("/host.sock") > MAX_PATH_BYTES:
-        raise ArenaError("the folder for the socket has too long a path", path=path, most_bytes=MAX_PATH_BYTES)
-    return path
 
 
 class OwnHost:
@@ -232,19 +215,10 @@ def host_config(config: Config, least_bytes: int, *, cache: bool) -> Config:
     return config.model_copy(update={"window_bytes": window_bytes, "arena_bytes": arena_bytes})
 
 
-def agent_door(agent: NodeAgent, node_id: str) -> HostDoor:
-    """Open the door of an agent of a Ray cluster. Raises ArenaError, ConfigError, OSError."""
-    return HostDoor(os.path.join(host_folder(), _agent_socket(node_id)), agent)
-
-
-def _agent_socket(node_id: str) -> str:
-    return f"agent-{node_id[:16]}.sock"
-
-
 def _agent_here(folder: str, patience_s: float) -> VisitedHost | None:
     """Return the agent of this process's node, or the only one of this machine."""
     ray = sys.modules.get("ray")
-    own = _agent_socket(ray.get_runtime_context().get_node_id()) if ray is not None and ray.is_initialized() else ""
+    own = agent_socket(ray.get_runtime_context().get_node_id()) if ray is not None and ray.is_initialized() else ""
     found: list[VisitedHost] = []
     for name in sorted(os.listdir(folder)):
         if not name.startswith("agent-") or (own and name != own):
