@@ -371,6 +371,7 @@ class NodeFacts:
     slot_bytes: int = 0  # slot size of its arena; 0: the coordinator's setting
     window_bytes: int = 0  # of the arena the window, which takes its memory at once
     peer: Peer | None = None  # where it serves chunks to other nodes; None: nowhere
+    peer_bytes_per_s: float = 0.0  # that it can send to them; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

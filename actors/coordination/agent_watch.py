@@ -49,7 +49,7 @@ from cluster.messages import (
     RankBeat,
 )
 from cluster.scheduling.load_state import LoadState
-from cluster.scheduling.topology import IdleNodes
+from cluster.scheduling.topology import IdleNodes, sending_weight
 from cluster.telemetry.counters import ClusterMetrics
 from cluster.telemetry.report import NodeStatus, SettingStatus
 from storage.errors import ArenaBusy, LongshoreError
@@ -60,14 +60,13 @@ HELLO_S = 60.0  # a worker that is well has opened its device and its store by t
 ASKED_S = 1.0  # what Ray said of the nodes is that old at most: all agents of a new coordinator speak at once
 BIND_S = 60.0  # a process that was told its group's revision has told its agent by then
 TELL_S = 5.0  # an agent that is well takes a list of lenders within this; its next heartbeat brings it otherwise
-SLOW_SHARE = 0.25  # of the rate of the fastest node: one below this only receives
 REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
 class LenderLists:
     """The nodes whose readers read a model now, for each model. Pure.
 
-    A node that can send less than SLOW_SHARE of what the fastest one can has no weight: it only receives.
+    A node that can send far less than the fastest one has no weight: it only receives.
     """
 
     def __init__(self, first_version: int) -> None:
@@ -110,7 +109,12 @@ class LenderLists:
         }
         best = max((lends.bytes_per_s for _, lends in first.values()), default=0.0)
         lenders = tuple(
-            Lender(node_id, PeerSource(peer, lends.load_id, lends.key), _weight(lends.bytes_per_s, best), lends.reads)
+            Lender(
+                node_id,
+                PeerSource(peer, lends.load_id, lends.key),
+                sending_weight(lends.bytes_per_s, best),
+                lends.reads,
+            )
             for node_id, (peer, lends) in first.items()
         )
         if not any(lender.reads for lender in lenders):
@@ -123,12 +127,6 @@ class LenderLists:
 
 
 _NONE = Lenders(b"", -1, ())
-
-
-def _weight(bytes_per_s: float, best: float) -> float:
-    """Return a node's weight; a node without a known rate counts as one of the fastest."""
-    share = bytes_per_s / best if bytes_per_s and best else 1.0
-    return share if share >= SLOW_SHARE else 0.0
 
 
 class AgentWatch:

@@ -44,6 +44,7 @@ class NodeInfo:
     pools: tuple[MemoryPool, ...] = ()  # the pools of its memory; empty: only `memory_free_bytes` is known
     kept_bytes: int = 0  # host memory that idle workers keep for the load that reuses them
     peer: Peer | None = None  # where its agent serves chunks to other nodes
+    peer_bytes_per_s: float = 0.0  # that it can send to them; 0: not known
     held_share: float = 0.0  # part of the model's chunks that its arena or disk has, as far as is known
 
 
@@ -370,6 +371,18 @@ def _has_room(
         if node.alive
     ]
     return sum(free) >= layout.ranks
+
+
+SLOW_SHARE = 0.25  # of the rate of the fastest node: one below this only receives
+
+
+def sending_weight(bytes_per_s: float, best_bytes_per_s: float) -> float:
+    """Return a node's share of the chunks that others read from it, 0.0 to 1.0, where 1.0 is that of the fastest node.
+
+    A node whose rate is not known counts as one of the fastest. One below SLOW_SHARE sends nothing, or all would wait.
+    """
+    share = bytes_per_s / best_bytes_per_s if bytes_per_s and best_bytes_per_s else 1.0
+    return share if share >= SLOW_SHARE else 0.0
 
 
 READERS_AGENT_S = 600.0  # an agent that only readers have used ends so long after the last of them
