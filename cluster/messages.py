@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -276,7 +277,21 @@ class Commit:
     kept: bool = False  # it is in the lease's kept slot too
     digest: bytes = b""  # that other nodes get with it (`LeaseOrder.pass_digest`)
     peer: int = -1  # which of the lease's peers sent the last byte; -1: none
+    came: tuple[tuple[int, int], ...] = ()  # (which of the peers, bytes) of those that sent a part before it
     failed_peers: tuple[int, ...] = ()  # which of them did not answer, were far too slow, or sent other bytes
+
+
+def credited(commit: Commit, sources: Sequence[PeerSource], size_bytes: int) -> dict[str, int]:
+    """Return by host how many bytes of a committed chunk came from it. Empty: the last byte came from no other node."""
+    found: Counter[str] = Counter()
+    if not 0 <= commit.peer < len(sources):
+        return found
+    for at, sent_bytes in commit.came:
+        if 0 <= at < len(sources) and at != commit.peer:
+            found[sources[at].peer.host] += min(max(0, sent_bytes), size_bytes)
+            size_bytes -= min(max(0, sent_bytes), size_bytes)
+    found[sources[commit.peer].peer.host] += size_bytes
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from actors.node.peer_exchange import PATIENCE_S, PRESSED_PATIENCE_S, Keys
 from actors.node.peer_routes import FAN_OUT, LEFT_OUT_S, MOST_LEFT_OUT, MOST_SOURCES
-from cluster.messages import Commit, Lender, Members, PeerSource
+from cluster.messages import Commit, Lender, Members, PeerSource, credited
 from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.concurrency import StoreAhead
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
@@ -257,8 +257,7 @@ class Lending:
         for at in (at for at in commit.failed_peers if at < len(sources)):
             if (node := nodes.get(sources[at].peer)) is not None:
                 self._out[node] = now_s + LEFT_OUT_S
-        if 0 <= commit.peer < len(sources):
-            self.received_bytes[sources[commit.peer].peer.host] += cached.length_bytes
+        self.received_bytes.update(credited(commit, sources, cached.length_bytes))
         for at, source in enumerate(sources):
             if (node := nodes.get(source.peer, "")) in self._earlier:
                 had = at == commit.peer
