@@ -15,7 +15,7 @@ class NodeAgent:
         import ray
 
         from actors.node_agent import NodeAgent
-        from actors.reader.host import agent_door
+        from actors.reader.door import agent_door
 
         self._agent = NodeAgent(*arguments)
         self._agent.open_door(agent_door)

@@ -335,10 +335,10 @@ class Coordinator:
         await self._planner.close()
         await asyncio.to_thread(self._metrics.close)
 
-    async def agent_of(self, node_id: str) -> Any:
+    async def agent_of(self, node_id: str, by_reader: bool = False) -> Any:
         """Handle of a node's agent, with this cluster's settings; started when there is none."""
         self._check_settings()
-        self._idle_agents.needed(node_id)
+        self._idle_agents.needed(node_id, by_reader=by_reader)
         return await asyncio.to_thread(spawn.start_agent, node_id, "", self._given)
 
     async def bind_group(self, member: GroupMember) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from longshore.installation import PackageShadowed, check_packages
 from storage.errors import LongshoreError
 from storage.problems import install_hint
 
+_LOG = logging.getLogger("longshore.reader")
 HEAD_RESOURCE = "node:__internal_head__"
 START_S = 60.0  # how long to wait for Ray to start a process, for callers without a deadline
 
@@ -104,6 +106,28 @@ def _answer(reference: Any, patience: Patience) -> Any:
         raise _diagnosed(error, "the coordinator could not start") from error
     except RayError as error:
         raise ClusterLost("the coordinator did not answer", cause=str(error)[:500]) from error
+
+
+def start_agent_here(timeout_s: float) -> bool:
+    """Start the agent of this process's node for a reader, if Ray has other nodes to share chunks with.
+
+    Args:
+        timeout_s: How long to wait for a coordinator and for Ray to start the agent.
+
+    Returns:
+        Whether the node has an agent. False: the reader does without one.
+    """
+    try:
+        if sum(bool(node["Alive"]) for node in ray.nodes()) < 2:  # type: ignore[no-untyped-call]
+            return False
+        patience = Patience(time.monotonic() + timeout_s)
+        node_id = ray.get_runtime_context().get_node_id()
+        agent = _answer(ensure_coordinator(None, patience).agent_of.remote(node_id, True), patience)
+        _wait(agent.__ray_ready__.remote(), patience)
+    except (LongshoreError, PackageShadowed, RayError, TimeoutError) as error:
+        _LOG.warning("this node's readers do not share chunks with other nodes: %s", error)
+        return False
+    return True
 
 
 def processes() -> dict[tuple[str, int, str], LogProcess]:

@@ -338,6 +338,7 @@ class NodeAgent:
             arena_bytes=arena.slot_count * arena.slot_bytes,
             window_bytes=arena.window_slots * arena.slot_bytes,
             peer=self._peer,
+            peer_bytes_per_s=self._config.peer_bytes_per_s,
             pools=host_pools(os.path.dirname(arena.path), reclaimable_bytes=reclaimable_bytes),
             gpus=gpu_memory(),
             version=__version__,

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -301,7 +302,21 @@ class Commit:
     kept: bool = False  # it is in the lease's kept slot too
     digest: bytes = b""  # that other nodes get with it (`LeaseOrder.pass_digest`)
     peer: int = -1  # which of the lease's peers sent the last byte; -1: none
+    came: tuple[tuple[int, int], ...] = ()  # (which of the peers, bytes) of those that sent a part before it
     failed_peers: tuple[int, ...] = ()  # which of them did not answer, were far too slow, or sent other bytes
+
+
+def credited(commit: Commit, sources: Sequence[PeerSource], size_bytes: int) -> dict[str, int]:
+    """Return by host how many bytes of a committed chunk came from it. Empty: the last byte came from no other node."""
+    found: Counter[str] = Counter()
+    if not 0 <= commit.peer < len(sources):
+        return found
+    for at, sent_bytes in commit.came:
+        if 0 <= at < len(sources) and at != commit.peer:
+            found[sources[at].peer.host] += min(max(0, sent_bytes), size_bytes)
+            size_bytes -= min(max(0, sent_bytes), size_bytes)
+    found[sources[commit.peer].peer.host] += size_bytes
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +411,7 @@ class NodeFacts:
     slot_bytes: int = 0  # slot size of its arena; 0: the coordinator's setting
     window_bytes: int = 0  # of the arena the window, which takes its memory at once
     peer: Peer | None = None  # where it serves chunks to other nodes; None: nowhere
+    peer_bytes_per_s: float = 0.0  # that it can send to them; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from actors.launch import start_agent_here
+from actors.reader.host import AGENT_S
+from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.joining.ray_private import serve_llm_callback
 from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, config_folder, read_source
@@ -80,6 +83,9 @@ class ConfigFolder(serve_llm_callback()):  # type: ignore[misc]  # a class of Ra
 
     def on_before_download_model_files_distributed(self) -> None:
         """Make the same folder on this node. Raises as `config_folder`; ConfigError if its path is another one."""
+        # vLLM's workers may be no processes of Ray. With the agent, they share chunks with other nodes all the same.
+        if Config.from_env().peer_port >= 0:
+            start_agent_here(AGENT_S)
         if self._source is None or read_source(self._folder) == self._source:
             return
         made = config_folder(self._uri, **{**self._options, "revision": self._source.revision})

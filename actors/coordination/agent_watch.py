@@ -9,6 +9,7 @@ Ray may declare a node dead, and a partition that heals may let its agent speak 
 is told to end itself: its loads have gone on without it, and its record of them is older than theirs.
 
 An agent that nobody needs ends after `Config.idle_agent_s`, because Ray's autoscaler removes no node that has an actor.
+One that only readers have used ends after 10 minutes at the latest.
 A node is needed while a model has ranks there, workers wait there for the next load, or its agent reports a load
 (`actors.hosting` begins some that no coordinator knows). The last heartbeat may be old, so the agent itself decides
 whether it has a load, and then does not end. An agent that ends removes its arena with what was cached in it. Chunks on
@@ -49,7 +50,7 @@ from cluster.messages import (
     RankBeat,
 )
 from cluster.scheduling.load_state import LoadState
-from cluster.scheduling.topology import IdleNodes
+from cluster.scheduling.topology import IdleNodes, sending_weight
 from cluster.telemetry.counters import ClusterMetrics
 from cluster.telemetry.report import NodeStatus, SettingStatus
 from storage.errors import ArenaBusy, LongshoreError
@@ -60,14 +61,13 @@ HELLO_S = 60.0  # a worker that is well has opened its device and its store by t
 ASKED_S = 1.0  # what Ray said of the nodes is that old at most: all agents of a new coordinator speak at once
 BIND_S = 60.0  # a process that was told its group's revision has told its agent by then
 TELL_S = 5.0  # an agent that is well takes a list of lenders within this; its next heartbeat brings it otherwise
-SLOW_SHARE = 0.25  # of the rate of the fastest node: one below this only receives
 REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
 class LenderLists:
     """The nodes whose readers read a model now, for each model. Pure.
 
-    A node that can send less than SLOW_SHARE of what the fastest one can has no weight: it only receives.
+    A node that can send far less than the fastest one has no weight: it only receives.
     """
 
     def __init__(self, first_version: int) -> None:
@@ -110,7 +110,12 @@ class LenderLists:
         }
         best = max((lends.bytes_per_s for _, lends in first.values()), default=0.0)
         lenders = tuple(
-            Lender(node_id, PeerSource(peer, lends.load_id, lends.key), _weight(lends.bytes_per_s, best), lends.reads)
+            Lender(
+                node_id,
+                PeerSource(peer, lends.load_id, lends.key),
+                sending_weight(lends.bytes_per_s, best),
+                lends.reads,
+            )
             for node_id, (peer, lends) in first.items()
         )
         if not any(lender.reads for lender in lenders):
@@ -123,12 +128,6 @@ class LenderLists:
 
 
 _NONE = Lenders(b"", -1, ())
-
-
-def _weight(bytes_per_s: float, best: float) -> float:
-    """Return a node's weight; a node without a known rate counts as one of the fastest."""
-    share = bytes_per_s / best if bytes_per_s and best else 1.0
-    return share if share >= SLOW_SHARE else 0.0
 
 
 class AgentWatch:
@@ -442,10 +441,15 @@ class IdleAgents:
         self._models = models
         self._admission = admission
         self._nodes = IdleNodes(config.idle_agent_s)
+        self._of_readers: set[str] = set()  # nodes whose agents only readers have used
 
-    def needed(self, node_id: str) -> None:
+    def needed(self, node_id: str, *, by_reader: bool = False) -> None:
         """Somebody asks for the node's agent, and is to find it at work for a while."""
         self._nodes.needed(node_id, time.monotonic())
+        if not by_reader:
+            self._of_readers.discard(node_id)
+        elif node_id not in self._agents.node_ids:
+            self._of_readers.add(node_id)
 
     async def look(self) -> None:
         """End those whose time is over. While a load takes its placements: the next time."""
@@ -460,4 +464,5 @@ class IdleAgents:
         placed = {node for model in self._models.values() if not model.life.is_over for node in model.nodes}
         warm = {node for worker_group in self._worker_groups.idle() for node in worker_group.node_ids}
         needed = placed | warm | self._agents.busy_node_ids
-        return self._nodes.due(self._agents.node_ids, needed, time.monotonic())
+        self._of_readers -= placed | warm
+        return self._nodes.due(self._agents.node_ids, needed, time.monotonic(), self._of_readers)

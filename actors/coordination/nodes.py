@@ -106,6 +106,7 @@ async def facts_of(
             window_bytes=facts.window_bytes,
             slot_bytes=facts.slot_bytes,
             peer=facts.peer,
+            peer_bytes_per_s=facts.peer_bytes_per_s,
         )
         for node_id, facts in zip(node_ids, answers, strict=True)
         if isinstance(facts, NodeFacts)

@@ -9,13 +9,15 @@ they like. Each node knows the others that read the same model now, and every ch
 A node that is asked for a chunk which none of its readers has asked for yet fetches it, as if one of them had.
 
 Nodes never wait for each other in a circle. A node waits only for nodes with higher scores, or for one that is reading
-the chunk from the store. A node that does not begin to fetch the chunk within BEGIN_S is not waited for.
+the chunk from the store. A node that does not begin to fetch the chunk within BEGIN_S is not waited for. While other
+chunks come to it, it has BUSY_BEGIN_S.
 
 A home that began later than other nodes asks these first: they may have the chunk, or be about to. It also asks nodes
 whose readers are done. They lend what their arenas still have, for LENDS_S.
 
 A chunk stays in the window for the nodes that read it from here, for PATIENCE_S. If other chunks need its slot it stays
-PRESSED_PATIENCE_S. A node that did not come in time is *late*: nothing is kept for it until it asks again.
+PRESSED_PATIENCE_S, except for nodes that go on reading and have not come so far. A node that did not come in time is
+*late*: nothing is kept for it until it asks again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 
 from actors.node.peer_exchange import PATIENCE_S, PRESSED_PATIENCE_S, Keys
 from actors.node.peer_routes import FAN_OUT, LEFT_OUT_S, MOST_LEFT_OUT, MOST_SOURCES
-from cluster.messages import Commit, Lender, Members, PeerSource
+from cluster.messages import Commit, Lender, Members, PeerSource, credited
 from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.concurrency import StoreAhead
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
@@ -38,6 +40,7 @@ from storage.host.processes import ProcessId
 from storage.peers import Asker, NoChunk, Peer
 
 BEGIN_S = 1.0  # a node that was asked for a chunk begins to fetch it within this, or is not waited for
+BUSY_BEGIN_S = 5.0  # instead, while other chunks come to it
 BEHIND = 64  # a node that asks for a chunk so much further on has passed this one
 LENDS_S = 600.0  # a load lends so long after its end
 MOST_MISSES = 16  # chunks that an earlier node did not have, one after the other: then it is not asked any more
@@ -176,6 +179,8 @@ class Lending:
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._asked_s: dict[int, float] = {}  # chunk that other nodes wait for and nobody fetches -> since when
         self._late: set[str] = set()
+        self._come_s = -math.inf  # when the last chunk came
+        self._heard: dict[str, tuple[float, int]] = {}  # node -> when it asked last, and for which chunk at most
         self.ended_s = math.inf
         self._news: list[int] = []
 
@@ -252,13 +257,13 @@ class Lending:
         A chunk that the arena keeps anyway needs no place in the window.
         """
         self._news.append(commit.chunk)
+        self._come_s = now_s
         sources = self._end_lease(commit.lease_id)
         nodes = {source.peer: node_id for node_id, source in self._lenders.items()}
         for at in (at for at in commit.failed_peers if at < len(sources)):
             if (node := nodes.get(sources[at].peer)) is not None:
                 self._out[node] = now_s + LEFT_OUT_S
-        if 0 <= commit.peer < len(sources):
-            self.received_bytes[sources[commit.peer].peer.host] += cached.length_bytes
+        self.received_bytes.update(credited(commit, sources, cached.length_bytes))
         for at, source in enumerate(sources):
             if (node := nodes.get(source.peer, "")) in self._earlier:
                 had = at == commit.peer
@@ -278,10 +283,15 @@ class Lending:
 
         A node that has not come for one in that time is late.
         """
-        return self._drop_older(now_s - PRESSED_PATIENCE_S)
+        return self._drop_older(now_s - PRESSED_PATIENCE_S, lambda chunk: self._is_on_its_way(chunk, now_s))
 
-    def _drop_older(self, than_s: float) -> bool:
-        old = [chunk for chunk, kept in self._kept.items() if kept.since_s < than_s]
+    def _is_on_its_way(self, chunk: int, now_s: float) -> bool:
+        """Return whether a node that has yet to read the chunk goes on reading, and has not come so far."""
+        heard = (self._heard.get(node, (-math.inf, 0)) for node in self._kept[chunk].left)
+        return any(now_s - heard_s <= PRESSED_PATIENCE_S and furthest <= chunk for heard_s, furthest in heard)
+
+    def _drop_older(self, than_s: float, keeps: Callable[[int], bool] = lambda _: False) -> bool:
+        old = [chunk for chunk, kept in self._kept.items() if kept.since_s < than_s and not keeps(chunk)]
         for chunk in old:
             self._late |= self._kept[chunk].left
             self._let_go(chunk)
@@ -293,7 +303,7 @@ class Lending:
         """Hold the chunk for another node, the asker, which reads it until it is `given`."""
         if not self._queue.knows(chunk):
             return NoChunk.MISSING
-        self._asks(asker.node_id, chunk)
+        self._asks(asker.node_id, chunk, now_s)
         cached = self._cache.copy(self._keys[chunk])
         if cached is not None and self._needs_digest and chunk not in self._digests:
             return NoChunk.MISSING
@@ -311,13 +321,16 @@ class Lending:
             return NoChunk.COMING
         if state is not ChunkState.PENDING and not self._fetch(chunk):
             return NoChunk.MISSING
-        if now_s - self._asked_s.setdefault(chunk, now_s) < BEGIN_S:
-            return NoChunk.COMING
-        return NoChunk.MISSING
+        asked_s = now_s - self._asked_s.setdefault(chunk, now_s)
+        # While other chunks come, nodes do not wait for each other's slots.
+        goes_on = now_s - self._come_s < BEGIN_S and asked_s < BUSY_BEGIN_S
+        return NoChunk.COMING if asked_s < BEGIN_S or goes_on else NoChunk.MISSING
 
-    def _asks(self, node_id: str, chunk: int) -> None:
+    def _asks(self, node_id: str, chunk: int, now_s: float) -> None:
         """A node asks for a chunk: it is not late, and has passed those far before."""
         self._late.discard(node_id)
+        if self._order.is_before(node_id, chunk) is not None:
+            self._heard[node_id] = now_s, max(chunk, self._heard.get(node_id, (0.0, 0))[1])
         for other, kept in list(self._kept.items()):
             if other < chunk - BEHIND and node_id in kept.left:
                 self._has(node_id, other)

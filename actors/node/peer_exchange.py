@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.node.peer_routes import LEFT_OUT_S, PeerRoutes
-from cluster.messages import Commit, Members, PeerSource
+from cluster.messages import Commit, Members, PeerSource, credited
 from cluster.scheduling.concurrency import StoreAhead
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
@@ -192,7 +192,7 @@ class PeerExchange:
         for source in (sources[at] for at in commit.failed_peers if at < len(sources)):
             self._routes.leave_out(source, now_s + LEFT_OUT_S)
         if 0 <= commit.peer < len(sources):
-            self.received_bytes[sources[commit.peer].peer.host] += cached.length_bytes
+            self.received_bytes.update(credited(commit, sources, cached.length_bytes))
             self._received += 1
             self._begun.add(self._routes.node_at(sources[commit.peer].peer))
         if commit.digest:

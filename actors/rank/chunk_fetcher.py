@@ -353,6 +353,7 @@ class ChunkFetcher:
         sources, give_up_s = self._peers_of(lease), time.monotonic() + lease.deadline_s / 3
         at = 0
         failed_peers: tuple[int, ...] = ()
+        came: dict[int, int] = {}  # bytes of the chunk by the peer that sent them
         while not self._ends(lease, read.arrived_bytes > 0):
             peer = sources[at] if at < len(sources) else None
             tries += peer is None
@@ -368,6 +369,7 @@ class ChunkFetcher:
                     digest=read.digest,
                     peer=-1 if peer is None else at,
                     failed_peers=failed_peers,
+                    came=tuple(came.items()),
                 )
                 return FetchedChunk(lease.lease_id, commit, None, retries)
             except LongshoreError as failed:
@@ -377,6 +379,10 @@ class ChunkFetcher:
             if peer is not None:  # the rest comes from the next one, or from the store
                 cause = _why_not(error)
                 retries[cause] = retries.get(cause, 0) + 1
+                if read.arrived_bytes < before_bytes:
+                    came.clear()  # the bytes were damaged, and all come again
+                elif read.arrived_bytes > before_bytes:
+                    came[at] = read.arrived_bytes - before_bytes
                 failed_peers += (at,) if cause != "peer_without_chunk" else ()
                 # Nodes that hang, one after the other, must leave the store its time.
                 at = at + 1 if time.monotonic() < give_up_s else len(sources)

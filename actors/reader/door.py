@@ -18,6 +18,7 @@ import contextlib
 import functools
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -37,7 +38,7 @@ from cluster.planning.packed_plan import ReaderTables
 from cluster.telemetry.report import NodeReport
 from longshore.installation import VERSION
 from storage.checkpoints.model_index import ChunkTable, Shard
-from storage.errors import LongshoreError
+from storage.errors import ArenaError, LongshoreError
 from storage.host.processes import ProcessId
 
 MAX_FRAME_BYTES = 64 << 20  # a model of 130,000 chunks sends 9 MB when it begins; every other message is small
@@ -295,6 +296,32 @@ class HostDoor:
 def _check_sender(process: ProcessId, peer: ProcessId) -> None:
     if process != peer:
         raise BadFrame("a message in the name of another process")
+
+
+def host_folder() -> str:
+    """Return the folder of the user's lock and sockets, which is made if it is missing. Raises ArenaError."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
+    path = os.path.join(base, "longshore") if os.path.isdir(base) else f"/tmp/longshore-{os.geteuid()}"
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        info = os.lstat(path)
+    except OSError as error:
+        raise ArenaError(f"cannot make the folder for the socket: {error.strerror}", path=path) from error
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        raise ArenaError("the folder for the socket belongs to another user, or others may enter it", path=path)
+    if len(os.fsencode(path)) + len("/host.sock") > MAX_PATH_BYTES:
+        raise ArenaError("the folder for the socket has too long a path", path=path, most_bytes=MAX_PATH_BYTES)
+    return path
+
+
+def agent_door(agent: NodeAgent, node_id: str) -> HostDoor:
+    """Open the door of an agent of a Ray cluster. Raises ArenaError, ConfigError, OSError."""
+    return HostDoor(os.path.join(host_folder(), agent_socket(node_id)), agent)
+
+
+def agent_socket(node_id: str) -> str:
+    """Return the name of the socket of a node's agent."""
+    return f"agent-{node_id[:16]}.sock"
 
 
 _CLIENTS: weakref.WeakSet[DoorClient] = weakref.WeakSet()  # of this process

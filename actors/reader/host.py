@@ -4,9 +4,10 @@
     host.lock           locked by the host for as long as it lives
     host.sock           the host's door
 
-Where one agent runs, it is the host. Else who has the lock is the host: it makes the arena, or adopts the one that a
-dead host left, and opens the door. All others connect. When the host dies, the kernel drops the lock, and the next
-process that notices takes it. Where several agents run, a process in Ray takes that of its own node.
+A process of a Ray cluster with several nodes starts the agent of its node, if there is none. Where one agent runs, it
+is the host. Else who has the lock is the host: it makes the arena, or adopts the one that a dead host left, and opens
+the door. All others connect. When the host dies, the kernel drops the lock, and the next process that notices takes it.
+Where several agents run, a process in Ray takes that of its own node.
 
 A process that can share with nobody has an arena of its own, and `Host.why_private` says why. A forked child shares
 nothing with its parent but what it opens itself: the host, the lock and the connections stay with the parent.
@@ -19,7 +20,6 @@ import contextlib
 import fcntl
 import functools
 import os
-import stat
 import sys
 import threading
 import time
@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from actors.node.chunk_flow import JobTables
 from actors.node_agent import NodeAgent
-from actors.reader.door import MAX_PATH_BYTES, DoorClient, HostDoor
+from actors.reader.door import DoorClient, HostDoor, agent_socket, host_folder
 from actors.reader.state import closed
 from cluster.config import Config
 from cluster.errors import AgentEnded, ClusterLost, ModelNotFound, VersionMismatch
@@ -41,6 +41,7 @@ from storage.host.processes import ProcessId, pid_namespace
 
 T = TypeVar("T")
 
+AGENT_S = 30.0  # a reader waits so long for its node's agent to start
 LEAST_PATIENCE_S = 5.0  # with a host, whatever the patience with other readers is
 LISTENS_S = 60.0  # an agent listens this long after it made its socket, or never
 LINGERS_S = 10.0  # an arena that nobody reads from stays this long, for the next model
@@ -49,22 +50,6 @@ BEGIN_SELDOM_S = 1.0  # each time it sends the tables of the model
 PRIVATE_AFTER_S = 10.0  # a reader that finds no slots in another process's arena takes one of its own
 REPORT_S = 10.0  # a report waits this long for a host that knows the reader
 WINDOW_BYTES = 256 << 20  # of a host's arena, where no setting says otherwise
-
-
-def host_folder() -> str:
-    """Return the folder of the user's lock and sockets, which is made if it is missing. Raises ArenaError."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
-    path = os.path.join(base, "longshore") if os.path.isdir(base) else f"/tmp/longshore-{os.geteuid()}"
-    try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        info = os.lstat(path)
-    except OSError as error:
-        raise ArenaError(f"cannot make the folder for the socket: {error.strerror}", path=path) from error
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise ArenaError("the folder for the socket belongs to another user, or others may enter it", path=path)
-    if len(os.fsencode(path)) + len("/host.sock") > MAX_PATH_BYTES:
-        raise ArenaError("the folder for the socket has too long a path", path=path, most_bytes=MAX_PATH_BYTES)
-    return path
 
 
 class OwnHost:
@@ -230,19 +215,10 @@ def host_config(config: Config, least_bytes: int, *, cache: bool) -> Config:
     return config.model_copy(update={"window_bytes": window_bytes, "arena_bytes": arena_bytes})
 
 
-def agent_door(agent: NodeAgent, node_id: str) -> HostDoor:
-    """Open the door of an agent of a Ray cluster. Raises ArenaError, ConfigError, OSError."""
-    return HostDoor(os.path.join(host_folder(), _agent_socket(node_id)), agent)
-
-
-def _agent_socket(node_id: str) -> str:
-    return f"agent-{node_id[:16]}.sock"
-
-
 def _agent_here(folder: str, patience_s: float) -> VisitedHost | None:
     """Return the agent of this process's node, or the only one of this machine."""
     ray = sys.modules.get("ray")
-    own = _agent_socket(ray.get_runtime_context().get_node_id()) if ray is not None and ray.is_initialized() else ""
+    own = agent_socket(ray.get_runtime_context().get_node_id()) if ray is not None and ray.is_initialized() else ""
     found: list[VisitedHost] = []
     for name in sorted(os.listdir(folder)):
         if not name.startswith("agent-") or (own and name != own):
@@ -265,6 +241,16 @@ def _agent_here(folder: str, patience_s: float) -> VisitedHost | None:
     return None
 
 
+def _started_agent(config: Config, folder: str, patience_s: float) -> VisitedHost | None:
+    """Start this node's agent, in a process of a Ray cluster with several nodes, so that these share chunks."""
+    ray = sys.modules.get("ray")
+    if config.peer_port < 0 or ray is None or not ray.is_initialized():
+        return None
+    from actors.launch import start_agent_here  # it imports Ray, which most readers do without
+
+    return _agent_here(folder, patience_s) if start_agent_here(AGENT_S) else None
+
+
 def _find(config: Config) -> Host:
     own = functools.partial(OwnHost, config)
     patience_s = max(LEAST_PATIENCE_S, config.group_patience_s)
@@ -272,7 +258,7 @@ def _find(config: Config) -> Host:
         folder = host_folder()
     except ArenaError as error:
         return own(None, None, error.message)
-    if (agent := _agent_here(folder, patience_s)) is not None:
+    if (agent := _agent_here(folder, patience_s) or _started_agent(config, folder, patience_s)) is not None:
         return agent
     # Who has the lock and opens no door within this hangs.
     path, give_up_s = os.path.join(folder, "host.sock"), time.monotonic() + patience_s

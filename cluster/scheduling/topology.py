@@ -11,6 +11,7 @@ load reuses a whole worker group or none. An idle worker group never delays or m
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ class NodeInfo:
     pools: tuple[MemoryPool, ...] = ()  # the pools of its memory; empty: only `memory_free_bytes` is known
     kept_bytes: int = 0  # host memory that idle workers keep for the load that reuses them
     peer: Peer | None = None  # where its agent serves chunks to other nodes
+    peer_bytes_per_s: float = 0.0  # that it can send to them; 0: not known
     held_share: float = 0.0  # part of the model's chunks that its arena or disk has, as far as is known
 
 
@@ -371,6 +373,21 @@ def _has_room(
     return sum(free) >= layout.ranks
 
 
+SLOW_SHARE = 0.25  # of the rate of the fastest node: one below this only receives
+
+
+def sending_weight(bytes_per_s: float, best_bytes_per_s: float) -> float:
+    """Return a node's share of the chunks that others read from it, 0.0 to 1.0, where 1.0 is that of the fastest node.
+
+    A node whose rate is not known counts as one of the fastest. One below SLOW_SHARE sends nothing, or all would wait.
+    """
+    share = bytes_per_s / best_bytes_per_s if bytes_per_s and best_bytes_per_s else 1.0
+    return share if share >= SLOW_SHARE else 0.0
+
+
+READERS_AGENT_S = 600.0  # an agent that only readers have used ends so long after the last of them
+
+
 class IdleNodes:
     """The nodes that have an agent, with the time when each was last needed."""
 
@@ -383,9 +400,21 @@ class IdleNodes:
         """Record that a load asked for the node's agent just now."""
         self._needed_s[node_id] = now_s
 
-    def due(self, agents: Collection[str], needed: Collection[str], now_s: float) -> list[str]:
-        """Return ids of the nodes whose agents must end. `agents` have an agent; `needed` are in use."""
-        if not self._after_s:
+    def due(
+        self, agents: Collection[str], needed: Collection[str], now_s: float, of_readers: Collection[str] = ()
+    ) -> list[str]:
+        """Return ids of the nodes whose agents must end.
+
+        Args:
+            agents: Nodes that have an agent.
+            needed: Those in use.
+            now_s: The time.
+            of_readers: Nodes whose agents only readers have used. These end after READERS_AGENT_S at the latest.
+        """
+        if not self._after_s and not of_readers:
+            self._needed_s.clear()
             return []
         self._needed_s = {node: now_s if node in needed else self._needed_s.get(node, now_s) for node in agents}
-        return sorted(node for node, last_s in self._needed_s.items() if now_s - last_s > self._after_s)
+        never = self._after_s or math.inf
+        after_s = {node: min(never, READERS_AGENT_S) if node in of_readers else never for node in self._needed_s}
+        return sorted(node for node, last_s in self._needed_s.items() if now_s - last_s > after_s[node])

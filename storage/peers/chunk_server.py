@@ -59,6 +59,7 @@ from storage.stores.object_store import ByteRange
 
 _LOG = logging.getLogger("longshore.peers")
 
+HEAD_S = 10.0  # a connection that has proved nothing yet, and the head of any request, may take so long in all
 IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs for a shorter time
 SENDING = 8  # connections that send at one time: with fewer, slow receivers keep the link from others
 WAIT_S = 20.0  # longest wait for a chunk that is on its way to this node
@@ -239,6 +240,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.most_connections = most_connections
         self.open: set[socket.socket] = set()
         self._handlers: set[threading.Thread] = set()
+        self._due: dict[socket.socket, float] = {}  # connections from which something must come, and until when
         self.sent_bytes = 0
         self.lock = threading.Lock()
         self._ended = False
@@ -273,9 +275,30 @@ class _Server(socketserver.ThreadingTCPServer):
         finally:
             self._handlers.discard(threading.current_thread())
 
+    def expect(self, connection: socket.socket, until_s: float) -> None:
+        """End the connection then, unless `came` is called before."""
+        with self.lock:
+            self._due[connection] = until_s
+
+    def came(self, connection: socket.socket) -> None:
+        """Let the connection go on for as long as it takes."""
+        with self.lock:
+            self._due.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """End connections that are overdue: a stranger that sends a byte now and then keeps no thread."""
+        now_s = time.monotonic()
+        with self.lock:
+            overdue = [connection for connection, until_s in self._due.items() if until_s < now_s]
+            for connection in overdue:
+                del self._due[connection]
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
     def shutdown_request(self, request: Any) -> None:
         with self.lock:
             self.open.discard(request)
+            self._due.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -310,6 +333,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.nonce = secrets.token_hex(16)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         set_timer(self.connection, socket.SO_SNDTIMEO, self.server.patience_s)
+        self.server.expect(self.connection, time.monotonic() + HEAD_S)
+
+    def parse_request(self) -> bool:
+        """Read the head of a request, whose first line is here."""
+        self.server.expect(self.connection, time.monotonic() + HEAD_S)
+        return super().parse_request()
 
     def do_GET(self) -> None:
         """Answer a request for a chunk."""
@@ -320,6 +349,7 @@ class _Handler(BaseHTTPRequestHandler):
             # Who has no key does not learn which loads there are.
             self._refuse(401, ("WWW-Authenticate", f'{REALM} nonce="{self.nonce}"'))
             return
+        self.server.came(self.connection)
         if named is None or asked is None:
             self._refuse(400)
             return
@@ -427,6 +457,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock, contextlib.suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.server.open.discard(self.connection)
+            self.server._due.pop(self.connection, None)
             os.close(self.connection.detach())
 
     def _send_digest(self, chunk: ServedChunk) -> None:

@@ -120,6 +120,7 @@ class RegisteredWindow:
     def _register(self) -> None:
         if self._metadata or self._failed:
             return
+        begun_s = time.monotonic()
         try:
             self._agent = self._make_agent(self._node)
             self._registered = self._agent.register_memory([(self._address, self._size_bytes, 0, "")], "DRAM")
@@ -127,6 +128,8 @@ class RegisteredWindow:
             if not 0 < len(metadata) <= MOST_METADATA_BYTES:
                 raise NixlFailed(f"its metadata have {len(metadata)} bytes")
             self._metadata = metadata
+            took_s = time.monotonic() - begun_s
+            _LOG.info("NIXL has the window: %d MiB are pinned, in %.1f s", self._size_bytes >> 20, took_s)
         except Exception as error:
             self._give_up(error)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from actors.reader.host import host_folder
+from actors.reader.door import host_folder
 from storage.arena.arena_files import arena_path
 from storage.host.processes import pid_namespace
 from tests.support.gated_proxy import GatedProxy

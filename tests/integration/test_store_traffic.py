@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cluster
 from cluster import client
@@ -141,3 +147,31 @@ def test_a_load_is_placed_where_its_chunks_are(longshore: Longshore, llama: Stor
         assert [each.node for each in second.report.nodes] == [node.node]
         assert "placed on nodes that already have chunks" in second.report.placement_reason
         assert second.report.store_bytes == 0
+
+
+def read_model(uri: str, options: dict[str, Any], meeting: Path) -> dict[str, bytes]:
+    """Open the model, wait until another process has it open too, and return all tensors. Runs as a task of Ray."""
+    with cluster.safe_open(uri, **options) as model:
+        names = list(model.keys())
+        model.get_tensor(names[0])
+        (meeting / uuid.uuid4().hex).touch()
+        eventually(lambda: len(list(meeting.iterdir())) == 2, "the other process does not come")
+        return {name: model.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes() for name in names}
+
+
+@pytest.mark.cluster_settings(empty=True, peer_port=0)
+def test_readers_on_two_nodes_fetch_a_chunk_once_together(
+    longshore: Longshore, llama: StoredModel, tmp_path: Path
+) -> None:
+    """Tasks of Ray start the agents of their nodes, and share the model out."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    assert len(nodes) == 2
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url}
+        task = ray.remote(read_model)
+        pinned = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        tasks = [task.options(scheduling_strategy=each).remote(llama.uri, options, tmp_path) for each in pinned]
+        first, second = ray.get(tasks)
+        assert first == second
+        assert len(longshore.actor_names("agent-")) == 2
+        assert set(weight_ranges(proxy).values()) == {1}

@@ -22,6 +22,7 @@ from cluster.messages import AgentBeat, ArenaUse, BeatReply, GroupMember, LoadBe
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
+from cluster.scheduling.topology import NodeInfo
 from cluster.telemetry.stats import NodeStats
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
@@ -253,6 +254,15 @@ def test_a_node_that_others_leave_out_is_one_event(ray_of: Ray) -> None:
         ("peer_left_out", "gpu-a", ["gpu-c"]),
     ]
     assert events[0].message.startswith("gpu-a reads nothing from gpu-c for a while")
+
+
+def test_a_node_that_is_known_to_be_slow_only_receives() -> None:
+    peers = {name: Peer("10.0.0.1", 9465, f"agent {name}") for name in "abc"}
+    record = ModelRecord("llama-1", REQUEST, Life.new(3), Holders())
+    record.placements = {rank: Placement(rank, node, f"gpu-{node}", None) for rank, node in enumerate("abc")}
+    rates = {"a": 4e9, "b": 0.5e9, "c": 0.0}  # of c it is not known
+    record.note_peers(NodeInfo(node, node, peer=peers[node], peer_bytes_per_s=rate) for node, rate in rates.items())
+    assert {node.node_id: node.peer for node in record.members().nodes} == {**peers, "b": None}
 
 
 def test_status_omits_agents_that_were_ended(ray_of: Ray) -> None:

@@ -387,3 +387,21 @@ def test_nothing_that_is_said_breaks_the_server(server: ChunkServer, client: Pee
     assert not answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 500"))
     assert read(client, peer_of(server)) == shelf.data
     assert shelf.taken == 1
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off(
+    server: ChunkServer, client: PeerClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(chunk_server, "HEAD_S", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.sendall(b"GET /chunks/llama/1 HTTP/1.1\r\n")
+
+        def is_cut_off() -> bool:
+            try:
+                stranger.sendall(b"x")
+            except OSError:
+                return True
+            return False
+
+        eventually(is_cut_off, "a head without an end is waited for")
+    eventually(lambda: not server.connections, "its thread is still there")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scheduling.topology import IdleNodes
+from cluster.scheduling.topology import READERS_AGENT_S, IdleNodes
 
 looks = st.lists(st.tuples(st.floats(0, 5), st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc"))))
 
@@ -32,3 +32,10 @@ def test_no_node_is_due_when_the_timeout_is_off() -> None:
     nodes = IdleNodes(0)
     nodes.due(["a"], [], 0)
     assert nodes.due(["a"], [], 1e9) == []
+
+
+def test_an_agent_that_only_readers_used_ends_though_others_stay():
+    nodes = IdleNodes(0)
+    assert nodes.due({"a", "b"}, {"a"}, 0.0, {"a"}) == []
+    assert nodes.due({"a", "b"}, set(), READERS_AGENT_S, {"a"}) == []
+    assert nodes.due({"a", "b"}, set(), READERS_AGENT_S + 0.1, {"a"}) == ["a"]

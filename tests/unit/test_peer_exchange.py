@@ -19,7 +19,7 @@ from actors.node.peer_exchange import (
 )
 from actors.node.peer_routes import PeerRoutes
 from bench.sim_peers import ReplicaTables
-from cluster.messages import Commit, Members, NodePeer
+from cluster.messages import Commit, Members, NodePeer, PeerSource, credited
 from cluster.scheduling.lease_queue import LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
@@ -164,3 +164,14 @@ def test_a_node_that_has_not_begun_is_waited_for_longer(node: Node) -> None:
     assert not any("node-1" in left for left in kept.values())
     node.exchange.look(BEGIN_PATIENCE_S + 0.1)
     assert not node.exchange._kept
+
+
+def test_bytes_of_a_chunk_count_for_the_nodes_that_sent_them() -> None:
+    sources = [PeerSource(Peer(f"10.0.0.{at}", 1, ""), "load", b"") for at in range(3)]
+    assert credited(Commit("lease", 1, peer=2, came=((0, 300), (1, 0))), sources, 1000) == {
+        "10.0.0.0": 300,
+        "10.0.0.1": 0,
+        "10.0.0.2": 700,
+    }
+    assert credited(Commit("lease", 1, peer=1, came=((0, 5000), (7, 1))), sources, 1000)["10.0.0.0"] == 1000
+    assert not credited(Commit("lease", 1, came=((0, 300),)), sources, 1000)  # the store sent the rest
