@@ -46,6 +46,7 @@ AT_MODULE_LEVEL = {
         "actors/handover/modules",
         "actors/handover/module_places",
         "actors/reader/lazy_tensor",
+        "engines/dcp",
         "engines/transformers",
         "engines/vllm",
     },
