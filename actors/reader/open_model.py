@@ -259,7 +259,17 @@ class OpenModel:
         self._reader.prefetch(boxes, only=only)
 
     def lazy_tensor(self, name: str) -> LazyTensor:
-        """Return one tensor that is read when it is copied, or a view of it. Raises TensorNotFound."""
+        """Return one tensor, or a view of it, that is read when it is copied, for loaders of engines.
+
+        Args:
+            name: Name of the tensor.
+
+        Returns:
+            The lazy tensor (`actors.reader.lazy_tensor`).
+
+        Raises:
+            TensorNotFound: The model has no such tensor.
+        """
         return self._lazy(self._tensor(name))
 
     def lazy_tensors(self) -> Iterator[tuple[str, LazyTensor]]:

@@ -47,6 +47,7 @@ AT_MODULE_LEVEL = {
         "actors/handover/module_places",
         "actors/reader/lazy_tensor",
         "engines/dcp",
+        "engines/sglang",
         "engines/transformers",
         "engines/vllm",
     },
