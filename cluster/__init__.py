@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from actors.reader.open_model import OpenModel as OpenModel
     from actors.reader.open_model import TensorSlice as TensorSlice
     from actors.reader.open_model import safe_open as safe_open
+    from actors.saving.save import SaveReport as SaveReport
+    from actors.saving.save import save as save
     from cluster.client import aload as aload
     from cluster.client import apublish as apublish
     from cluster.client import arelease as arelease
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
     from cluster.errors import RankTaken as RankTaken
     from cluster.errors import ReaderClosed as ReaderClosed
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
+    from cluster.errors import SaveConflict as SaveConflict
+    from cluster.errors import SaveError as SaveError
+    from cluster.errors import SaveRefused as SaveRefused
     from cluster.errors import TensorNotFound as TensorNotFound
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
@@ -122,6 +127,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "actors.hosting": "host_rank",
     "actors.reader.open_model": "OpenModel TensorSlice safe_open",
+    "actors.saving.save": "SaveReport save",
     "cluster.client": (
         "aload apublish arelease asign astatus averify generate_key load publish release sign status verify"
     ),
@@ -132,7 +138,8 @@ _EXPORTS = {
         "DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
-        "RankTaken ReaderClosed RemoteCallFailed TensorNotFound UnknownFamily VersionMismatch"
+        "RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
+        "UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

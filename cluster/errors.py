@@ -25,6 +25,9 @@ LongshoreError
 |  +- LoadTimeout               timeout_s passed
 |  +- LoadCancelled             released or cancelled before it was ready
 |  +- IllegalTransition         a load received an event that is impossible in its state: a bug
++- SaveError                    a save began and failed, or could not begin; names the rank that ended it
+|  +- SaveRefused               arguments or tensors cannot be saved; lists every problem, nothing was written
+|  +- SaveConflict              another save wrote to the same URI meanwhile; nothing of this one is visible
 +- ModelNotFound                no such model in this cluster
 +- ModuleMismatch               a rank's tensors do not match a torch module; lists every name
 +- RemoteCallFailed             a function sent by LoadedModel.call raised, or its result cannot be sent back
@@ -134,6 +137,18 @@ class LoadCancelled(LoadError):
 
 class IllegalTransition(LoadError):
     """A load received an event that is impossible in its state. This is a bug in Longshore."""
+
+
+class SaveError(LongshoreError):
+    """A save ended without a new revision. The previous one is as it was; `details["rank"]` names who ended it."""
+
+
+class SaveRefused(SaveError):
+    """Arguments or tensors cannot be saved. The message lists every problem, and nothing was written."""
+
+
+class SaveConflict(SaveError):
+    """Another save or publish wrote to the same URI meanwhile. Nothing of this save is visible."""
 
 
 class ModelNotFound(LongshoreError):

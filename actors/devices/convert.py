@@ -116,6 +116,18 @@ _TORCH_NAMES = {
 }
 
 
+_STORED_NAMES = {
+    getattr(torch, attribute): name for name, attribute in _TORCH_NAMES.items() if hasattr(torch, attribute)
+}
+
+
+def stored_dtype(dtype: torch.dtype) -> str | None:
+    """Return safetensors' name of a dtype, or None if the format lacks it. "F4" has two elements in one of torch."""
+    if dtype is getattr(torch, "float4_e2m1fn_x2", None):
+        return "F4"
+    return _STORED_NAMES.get(dtype)
+
+
 _LEAST = 1e-38  # replaces a smaller absmax, so that 1 / absmax is finite
 # The number of steps from -1 to 1. It is large enough that no step holds two middles. Adding _NF4_ROUNDS to a position
 # in steps makes float32 round it to an integer, which is then in the low bits.

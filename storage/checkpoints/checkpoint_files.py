@@ -295,7 +295,8 @@ def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int = T
 
 JOURNAL_KEY = "longshore.publish.json"  # exists while a publish is running
 PROBE_KEY = "longshore.publish.probe"  # shows whether source and destination are one place; exists for a moment
-OWN_KEYS = frozenset({MANIFEST_KEY, SIGNATURE_KEY, AMAX_KEY, JOURNAL_KEY, PROBE_KEY})
+SAVE_JOURNAL_KEY = "longshore.save.json"  # exists while a save is running, and after one that was interrupted
+OWN_KEYS = frozenset({MANIFEST_KEY, SIGNATURE_KEY, AMAX_KEY, JOURNAL_KEY, PROBE_KEY, SAVE_JOURNAL_KEY})
 HEADERS_KEY = "longshore-headers.safetensors"  # headers alone, in a folder that stands for a model in a store
 COMMON_FILES = (  # looked up by name if a store cannot list
     "config.json",

@@ -56,7 +56,7 @@ from storage.checkpoints.safetensors_header import (
     HeaderTensor,
     tensor_bytes,
 )
-from storage.checksum import DIGEST_SIZES
+from storage.checksum import DIGEST_SIZES, digest_of
 from storage.errors import InvalidManifest, NewerManifest, StoreError
 from storage.problems import Problems, json_values, quote
 from storage.stores.object_store import check_key
@@ -154,8 +154,8 @@ class ManifestFile(ManifestEntry):
     size_bytes: Size
     etag: ETag  # of the object beside the manifest when it was published
     source_etag: ETag  # of the object that was read; equal to `etag` if published in place
-    checked_by: Annotated[str, StringConstraints(pattern=r"^(read-twice|store:[a-z0-9_]+)(\+read-back)?$")]
-    digest: Hex  # of the whole object
+    checked_by: Annotated[str, StringConstraints(pattern=r"^(written|(read-twice|store:[a-z0-9_]+)(\+read-back)?)$")]
+    digest: Hex  # of the whole object; of a shard that a save wrote: see `chunks_digest`
 
 
 class ManifestShard(ManifestFile):
@@ -163,6 +163,14 @@ class ManifestShard(ManifestFile):
 
     chunk_ends: Annotated[tuple[Size, ...], FailFast()]
     chunk_digests: Annotated[tuple[Hex, ...], FailFast()]
+
+
+WRITTEN = "written"  # `checked_by` of what a save hashed while it wrote it
+
+
+def chunks_digest(hash_name: str, chunk_digests: Iterable[str]) -> str:
+    """Return the digest of a `WRITTEN` shard: over its chunks' digests, as no process had all its bytes in order."""
+    return digest_of(hash_name, bytes.fromhex("".join(chunk_digests))).hex()
 
 
 class Manifest(ManifestEntry):

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.checkpoints.amax import AMAX_KEY, Amax, is_recorded, read_amax
-from storage.checkpoints.manifest import BadTensor, Manifest, ManifestFile, ManifestShard
+from storage.checkpoints.manifest import WRITTEN, BadTensor, Manifest, ManifestFile, ManifestShard, chunks_digest
 from storage.checkpoints.model_index import OtherFile, Tensor
 from storage.checksum import HASH_NAMES, digest_of, new_hasher
 from storage.errors import IntegrityError, InvalidAmax, ManifestMismatch
@@ -208,6 +208,12 @@ class ObjectDigests:
     chunks: tuple[str, ...]  # hex, one for each range
     store_checksum: str | None  # name of the store's own checksum that agreed; None if it has none
 
+    def comparable(self, entry: ManifestFile, hash_name: str) -> str:
+        """Return the digest that the entry's must equal."""
+        if isinstance(entry, ManifestShard) and entry.checked_by == WRITTEN:
+            return chunks_digest(hash_name, self.chunks)
+        return self.whole
+
 
 @dataclass(frozen=True, slots=True)
 class BadChunk:
@@ -368,7 +374,7 @@ class ObjectPublisher:
         self, job: PublishJob, finished: ManifestFile, ranges: Sequence[ByteRange], reader: RangeReader
     ) -> ManifestFile:
         """Read an object of an earlier publish again, to record its row maxima, and return its entry."""
-        found = self._digest(job, ranges, reader, None).whole
+        found = self._digest(job, ranges, reader, None).comparable(finished, self._hash_name)
         if found != finished.digest:
             raise IntegrityError(
                 "an object differs from what an earlier publish read",

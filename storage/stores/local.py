@@ -4,6 +4,8 @@ A key is a path below the root. Symbolic links are followed only below the root 
 Face cache (`_allowed_roots`). Fifos, devices and sockets are refused, because opening one can block or have effects.
 
 Temporary files are in the folder of their final place. No key names them, and their writer holds a lock on them.
+Files that several processes write in parts (`storage.stores.parts`) are hidden in the same way. They have no lock, as
+they outlive their writers.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import socket
 import stat as stat_bits
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +33,23 @@ from storage.errors import (
     StoreUnavailable,
 )
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
+from storage.stores.parts import OpenUpload, StoredPart
 from storage.stores.requests import ReadLimit
 
 TEMP_PREFIX = ".longshore-"
 TEMP_SUFFIX = ".part"
+PARTS_SUFFIX = ".save"  # of a file that is written in parts
+_UPLOAD = re.compile(rf"{re.escape(TEMP_PREFIX)}[0-9a-f]{{16}}-([^/\0]+){re.escape(PARTS_SUFFIX)}")
 
 
 def is_temporary(name: str) -> bool:
     """Return whether the name is that of a temporary file of Longshore."""
     return name.startswith(TEMP_PREFIX) and name.endswith(TEMP_SUFFIX)
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether the name is that of a file of Longshore which is no object: temporary, or written in parts."""
+    return is_temporary(name) or (name.startswith(TEMP_PREFIX) and name.endswith(PARTS_SUFFIX))
 
 
 def open_locked(folder: str, *, mode: int = 0o666, dir_fd: int | None = None) -> tuple[str, int]:
@@ -174,6 +185,104 @@ class LocalStore:
     def close(self) -> None:
         """Do nothing, because no file is open between calls."""
 
+    def begin_parts(self, key: str) -> str:
+        """Create the hidden file of a key. Its name is the upload's id."""
+        path = self._path(check_key(key))
+        name = f"{TEMP_PREFIX}{secrets.token_hex(8)}-{os.path.basename(path)}{PARTS_SUFFIX}"
+        with self._translated(key):
+            self._check_inside(os.path.realpath(os.path.dirname(path)), key)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.close(os.open(self._upload_path(key, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        return name
+
+    def put_part(self, key: str, upload: str, number: int, start: int, data: memoryview) -> str:
+        """Write a part at its position and sync it. The tag is empty, because a file system keeps none."""
+        with self._translated(key):
+            file = os.open(self._upload_path(key, upload), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                while len(data):
+                    count = os.pwrite(file, data, start)
+                    data, start = data[count:], start + count
+                os.fdatasync(file)
+            finally:
+                os.close(file)
+        return ""
+
+    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
+        """Return None, because a file does not know its parts. Raises ObjectNotFound for an upload that has ended."""
+        with self._translated(key):
+            os.stat(self._upload_path(key, upload), follow_symlinks=False)
+        return None
+
+    def complete_parts(self, key: str, upload: str, parts: Sequence[tuple[int, str]], size_bytes: int) -> ObjectInfo:
+        """Sync the file and rename it. Raises StoreError if it has another size, ObjectNotFound if it has ended."""
+        temp, path = self._upload_path(key, upload), self._path(key)
+        with self._translated(key):
+            file = os.open(temp, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if (found := os.fstat(file).st_size) != size_bytes:
+                    raise StoreError(
+                        "the file has another size than its parts",
+                        hint="check that every rank writes to the same file system",
+                        uri=self.uri,
+                        key=key,
+                        expected=size_bytes,
+                        found=found,
+                    )
+                os.fsync(file)
+                os.rename(temp, path)
+                info = _info(key, os.fstat(file))
+            finally:
+                os.close(file)
+            _sync_folder(os.path.dirname(path))
+        return info
+
+    def abort_parts(self, key: str, upload: str) -> None:
+        """Remove the hidden file. No error if there is none."""
+        with self._translated(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(self._upload_path(key, upload))
+
+    def open_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield the hidden files of keys with that prefix, in the folder of the prefix."""
+        folder = os.path.dirname(prefix)
+        found: list[OpenUpload] = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path(folder)) as entries:
+            for entry in entries:
+                if (name := _UPLOAD.fullmatch(entry.name)) is not None and entry.is_file(follow_symlinks=False):
+                    key = os.path.join(folder, name[1])
+                    if key.startswith(prefix):
+                        found.append(OpenUpload(key, entry.name, entry.stat(follow_symlinks=False).st_size))
+        yield from found
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> ObjectInfo:
+        """Write a file like `put`, under a lock, if the one that is there has that version. Raises ObjectChanged."""
+        path = self._path(check_key(key))
+        with self._translated(key):
+            self._check_inside(os.path.realpath(os.path.dirname(path)), key)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with self._translated(key), _locked(os.path.join(os.path.dirname(path), f"{TEMP_PREFIX}lock{PARTS_SUFFIX}")):
+            try:
+                found = self.stat(key).etag
+            except ObjectNotFound:
+                found = None
+            if found != etag:
+                raise ObjectChanged(
+                    "the file was replaced, made or removed meanwhile",
+                    uri=self.uri,
+                    key=key,
+                    expected=etag,
+                    found=found,
+                )
+            return self.put(key, data)
+
+    def _upload_path(self, key: str, upload: str) -> str:
+        """Return the path of the hidden file. Raises StoreError for an id that is not of an upload of that key."""
+        path = self._path(check_key(key))
+        name = _UPLOAD.fullmatch(upload)
+        if name is None or name[1] != os.path.basename(path):
+            raise StoreError("not the id of an upload of this key", uri=self.uri, key=key)
+        return os.path.join(os.path.dirname(path), upload)
+
     def _path(self, key: str) -> str:
         return os.path.join(self._root, key)
 
@@ -216,7 +325,7 @@ class LocalStore:
             below = os.path.relpath(folder, self._root)
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
             for name in (*names, *links):
-                if not is_temporary(name):
+                if not is_hidden(name):
                     key = name if below == "." else f"{below}/{name}"
                     yield key, self._listed(key)
 
@@ -291,11 +400,7 @@ class _LocalUpload:
             info = _info(self._key, os.fstat(self._file))
             os.close(self._file)
             self._open = False
-            folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            _sync_folder(os.path.dirname(self._path))
         return info
 
     def discard(self) -> None:
@@ -309,6 +414,32 @@ class _LocalUpload:
     def _check_open(self) -> None:
         if not self._open:
             raise StoreError("the upload is over", uri=self._store.uri, key=self._key)
+
+
+def _sync_folder(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold a lock file, which is removed at the end. Waits for other holders, of all hosts that share locks."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        with contextlib.suppress(OSError):  # this file system has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            break
+        os.close(file)  # the last holder removed it
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.close(file)
 
 
 def _allowed_roots(root: str) -> Iterator[str]:

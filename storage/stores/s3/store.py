@@ -10,15 +10,25 @@ retried here, because the layer above knows better when to. The other calls have
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from storage.errors import AccessDenied, CredentialsExpired, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
+from storage.errors import (
+    AccessDenied,
+    CredentialsExpired,
+    ObjectChanged,
+    ObjectNotFound,
+    RangeMismatch,
+    StoreError,
+    StoreUnavailable,
+)
 from storage.store_ref import Credentials, StoreRef
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
+from storage.stores.parts import MAX_PARTS, OpenUpload, StoredPart
 from storage.stores.requests import ReadLimit, find_proxy
 from storage.stores.s3.answers import (
     asking,
@@ -36,9 +46,6 @@ from storage.stores.s3.wire import Endpoint, WireClient
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
-
-
-_MAX_PARTS = 10_000  # S3's own limit
 
 
 class S3Upload:
@@ -129,7 +136,7 @@ class S3Upload:
 
     def _send_part(self) -> None:
         number = len(self._parts) + 1
-        if number > _MAX_PARTS:
+        if number > MAX_PARTS:
             raise StoreError("the object has too many parts for S3", uri=self._uri, key=self._key)
         with asking(uri=self._uri, key=self._key):
             if self._upload_id is None:
@@ -146,9 +153,6 @@ class S3Upload:
             )
             self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
         self._pending.clear()
-
-
-MAX_PARTS = 10_000  # S3's limit for one object
 
 
 def part_ends(client: S3Client, bucket: str, key: str, etag: str | None) -> tuple[int, ...]:
@@ -346,6 +350,112 @@ class S3Store:
             if error.details.get("code") != "NoSuchKey":  # S3 never answers this to a DELETE, but other servers do
                 raise
 
+    def begin_parts(self, key: str) -> str:
+        """Start a multipart upload and return its id."""
+        with self._asking(key):
+            return self._client.create_multipart_upload(Bucket=self._ref.bucket, Key=self._full_key(key))["UploadId"]
+
+    def put_part(self, key: str, upload: str, number: int, start: int, data: memoryview) -> str:
+        """Send a part and return its ETag. The server checks the MD5 sent with it."""
+        with self._asking(key):
+            answer = self._client.upload_part(
+                Bucket=self._ref.bucket,
+                Key=self._full_key(key),
+                UploadId=upload,
+                PartNumber=number,
+                Body=io.BufferedReader(_View(data), buffer_size=1 << 20),
+                ContentLength=len(data),
+                ContentMD5=md5_header(data),
+            )
+            return normal_etag(answer.get("ETag")) or ""
+
+    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
+        """Return the parts of an upload. Raises ObjectNotFound if it is complete or was aborted."""
+        found: dict[int, StoredPart] = {}
+        with self._asking(key):
+            asked: dict[str, Any] = {"Bucket": self._ref.bucket, "Key": self._full_key(key), "UploadId": upload}
+            while True:
+                page: Any = self._client.list_parts(**asked)
+                for part in page.get("Parts", []):
+                    tag = normal_etag(part.get("ETag")) or ""
+                    found[part["PartNumber"]] = StoredPart(part["PartNumber"], part["Size"], tag)
+                if not page.get("IsTruncated") or not page.get("Parts") or len(found) > MAX_PARTS:
+                    return found
+                asked["PartNumberMarker"] = page["Parts"][-1]["PartNumber"]
+
+    def complete_parts(self, key: str, upload: str, parts: Sequence[tuple[int, str]], size_bytes: int) -> ObjectInfo:
+        """Make the object visible. Raises ObjectNotFound if the upload has ended and the object is not there."""
+        numbered: list[CompletedPartTypeDef] = [{"PartNumber": number, "ETag": f'"{tag}"'} for number, tag in parts]
+        try:
+            with self._asking(key):
+                self._client.complete_multipart_upload(
+                    Bucket=self._ref.bucket,
+                    Key=self._full_key(key),
+                    UploadId=upload,
+                    MultipartUpload={"Parts": numbered},
+                )
+        except ObjectNotFound:
+            pass  # an earlier try succeeded and its answer was lost, or the upload was aborted: `stat` tells
+        info = self.stat(key)
+        if info.size_bytes != size_bytes:
+            raise StoreError(
+                "the stored object has another size than its parts",
+                uri=self.uri,
+                key=key,
+                expected=size_bytes,
+                found=info.size_bytes,
+            )
+        return info
+
+    def abort_parts(self, key: str, upload: str) -> None:
+        """Abort a multipart upload. No error if it is over."""
+        with contextlib.suppress(ObjectNotFound), self._asking(key):
+            self._client.abort_multipart_upload(Bucket=self._ref.bucket, Key=self._full_key(key), UploadId=upload)
+
+    def open_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield the multipart uploads of keys with that prefix. Their sizes are not known without further requests."""
+        with self._asking(prefix or None):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self._ref.bucket, Prefix=self._prefix + prefix
+            )
+            for number, page in enumerate(pages):
+                for entry in page.get("Uploads", []):
+                    if _is_safe(key := entry["Key"].removeprefix(self._prefix)):
+                        yield OpenUpload(key, entry["UploadId"], 0)
+                if number >= MAX_EMPTY_PAGES:
+                    raise StoreError("the store's listing of uploads does not end", uri=self.uri)
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> ObjectInfo:
+        """Write a small object with a conditional PUT. Raises ObjectChanged if the condition does not hold.
+
+        The version is looked up first, for servers that ignore the condition. Those that refuse it are asked without.
+        """
+        try:
+            found = self.stat(key).etag
+        except ObjectNotFound:
+            found = None
+        if found != etag:
+            raise ObjectChanged(
+                "the object was replaced, made or removed meanwhile", uri=self.uri, key=key, expected=etag, found=found
+            )
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": f'"{etag}"'}
+        try:
+            with self._asking(key):
+                answer = self._client.put_object(
+                    Bucket=self._ref.bucket,
+                    Key=self._full_key(key),
+                    Body=data,
+                    ContentMD5=md5_header(data),
+                    **condition,
+                )
+                return object_info(key, len(data), answer.get("ETag"))
+        except ObjectNotFound as error:  # of If-Match, when the object was removed
+            raise ObjectChanged("the object was removed meanwhile", uri=self.uri, key=key, expected=etag) from error
+        except StoreError as error:
+            if isinstance(error, StoreUnavailable | AccessDenied | ObjectChanged) or error.details.get("status") != 501:
+                raise
+            return self.put(key, data)
+
     def close(self) -> None:
         """Close every connection. Idempotent."""
         with self._lock:
@@ -400,6 +510,34 @@ class S3Store:
         except StoreError:
             return error
         return store_error(404, "NoSuchKey", "", {}, uri=self.uri, key=error.details.get("key"))
+
+
+class _View(io.RawIOBase):
+    """A file over a buffer, which botocore sends without a copy of the whole."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = min(max(base + offset, 0), len(self._data))
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
 
 
 def _is_safe(key: str) -> bool:

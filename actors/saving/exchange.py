@@ -1,0 +1,277 @@
+"""The ranks of a save: small collectives, messages of bytes, and the watch that ends a save when a rank is gone.
+
+    Ranks.gather(data)               bytes of every rank, on every rank
+    Ranks.start(receives, sends)     tensors of bytes from and to other ranks; `Ranks.run` waits for them
+
+A process group of its own carries all of it (gloo, made once), so a save mixes with no collective of the training.
+Everything that can block runs in one thread. The caller waits for that thread and for the watch:
+
+    every rank writes a heartbeat to the job's store, and reads that of the next rank
+    a rank that raises, or that finds the next rank dead, writes the reason --> every other rank ends with SaveError
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from cluster.errors import SaveError
+from storage.problems import without_secrets
+
+T = TypeVar("T")
+MAX_GATHERED_BYTES = 256 << 20  # of one rank in one collective
+_groups: dict[tuple[str, float], Any] = {}  # gloo groups by the name of the caller's group
+_saves: dict[str, int] = {}  # saves that this process began, by the name of the group
+
+
+class Ranks:
+    """The ranks of one save. One rank alone needs no process group."""
+
+    def __init__(self, process_group: Any = None, *, timeout_s: float = 300.0) -> None:
+        """Join the ranks of a process group; None: the default group if there is one, else this process alone.
+
+        Raises SaveError if the others do not come within `timeout_s`.
+        """
+        self.rank, self.size = 0, 1
+        self.global_ranks: dict[int, int] = {0: 0}  # global rank -> rank here
+        self._timeout_s = timeout_s
+        self._watch: _Watch | None = None
+        self._group: Any = None
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        import torch.distributed as dist
+
+        if process_group is None and not (dist.is_available() and dist.is_initialized()):
+            return
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        members = dist.get_process_group_ranks(process_group)
+        self.global_ranks = {each: number for number, each in enumerate(members)}
+        if self.size == 1:
+            return
+        self._name = f"{getattr(process_group, 'group_name', '')}/{'-'.join(map(str, members))}"
+        number = _saves[self._name] = _saves.get(self._name, 0) + 1
+        self._watch = _Watch(f"longshore/save/{self._name}/{number}", self.rank, self.size, timeout_s)
+        threading.Thread(target=self._run, name="save-exchange", daemon=True).start()
+        self._group = self.run(lambda: self._join(members))
+
+    def _join(self, members: list[int]) -> Any:
+        import torch.distributed as dist
+
+        key = (self._name, self._timeout_s)
+        if key not in _groups:
+            _groups[key] = dist.new_group(
+                members,
+                timeout=timedelta(seconds=self._timeout_s),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return _groups[key]
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Run something that waits for other ranks. Raises SaveError, naming a rank, when the save has ended there."""
+        if self._watch is None:
+            return call()
+        done: Future[T] = Future()
+        self._work.put((call, done))
+        self._watch.waits = True
+        ends_s = time.monotonic() + self._timeout_s * 1.5 + 5  # the group's own limit comes first
+        while True:
+            try:
+                result = done.result(timeout=0.1)
+                self._watch.waits = False
+                return result
+            except TimeoutError:
+                if done.done():  # raised by the call itself
+                    self._fail(done.exception())
+                if self._watch.failure is not None or time.monotonic() > ends_s:
+                    self._fail(None)
+            except Exception as error:
+                self._fail(error)
+
+    def check(self) -> None:
+        """Raise SaveError if another rank has ended the save."""
+        if self._watch is not None and self._watch.failure is not None:
+            self._fail(None)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in their order. Every rank calls it."""
+        if self._watch is None:
+            return [data]
+        import torch.distributed as dist
+
+        def gather() -> list[bytes]:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+            counts = [int(size) for size in sizes]
+            if max(counts) > MAX_GATHERED_BYTES:
+                raise SaveError(f"a rank has {max(counts)} bytes to say; at most {MAX_GATHERED_BYTES} are taken")
+            if not max(counts):
+                return [b""] * self.size
+            mine = torch.zeros(max(counts), dtype=torch.uint8)
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+            found = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(found, mine, group=self._group)
+            return [one.numpy()[:count].tobytes() for one, count in zip(found, counts, strict=True)]
+
+        return self.run(gather)
+
+    def broadcast(self, data: bytes, source: int) -> bytes:
+        """Return the bytes of rank `source`, on every rank. The other ranks give b""."""
+        if self._watch is None:
+            return data
+        import torch.distributed as dist
+
+        def broadcast() -> bytes:
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, group=self._group, group_src=source)
+            count = int(size)
+            if count > MAX_GATHERED_BYTES:
+                raise SaveError(f"rank {source} has {count} bytes to say; at most {MAX_GATHERED_BYTES} are taken")
+            buffer = (
+                torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(count, dtype=torch.uint8)
+            )
+            if count:
+                dist.broadcast(buffer, group=self._group, group_src=source)
+            return buffer.numpy().tobytes()
+
+        return self.run(broadcast)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        """Start to receive. Call it, and `send`, within `run`; the result has `wait`."""
+        import torch.distributed as dist
+
+        return dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Any:
+        """Start to send. The tensor stays as it is until the result's `wait` returns."""
+        import torch.distributed as dist
+
+        return dist.isend(tensor, group=self._group, group_dst=target, tag=tag)
+
+    def stage(self, text: str) -> None:
+        """Say what this rank does now, for the message when it does not come further."""
+        if self._watch is not None:
+            self._watch.stage = text
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave. With an error, all other ranks end their save with SaveError, which quotes it. Idempotent."""
+        watch, self._closed = self._watch, True
+        if watch is None:
+            return
+        if error is not None:
+            watch.post(self.rank, without_secrets(f"{type(error).__name__}: {error}"))
+            _groups.pop((self._name, self._timeout_s), None)  # messages of this save may still be on their way
+        watch.close()
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (job := self._work.get()) is not None:
+            call, done = job
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+
+    def _fail(self, error: BaseException | None) -> None:
+        """Raise SaveError for the rank that ended the save. Wait until it is known, within the time limit."""
+        watch = self._watch
+        if isinstance(error, SaveError) or watch is None:
+            raise error or SaveError("the save has ended")
+        ends_s = time.monotonic() + watch.dead_after_s + 2
+        while watch.failure is None and time.monotonic() < ends_s:
+            time.sleep(0.05)
+        if watch.failure is not None:
+            rank, message = watch.failure
+            raise SaveError(
+                f"rank {rank} ended the save: {message}",
+                hint="nothing of it is visible; save again, which continues where this save stopped",
+                rank=rank,
+            ) from error
+        raise SaveError(
+            "the ranks did not come further within the time limit",
+            hint="check the ranks' logs; raise save_timeout_s if one of them is only slow",
+            stages=watch.stages(),
+            save_timeout_s=self._timeout_s,
+        ) from error
+
+
+class _Watch:
+    """Heartbeats in the job's store. Its own thread and connection."""
+
+    def __init__(self, prefix: str, rank: int, size: int, timeout_s: float) -> None:
+        from torch.distributed import distributed_c10d
+
+        self.failure: tuple[int, str] | None = None  # (rank, reason)
+        self.stage = "begins"
+        self.waits = False
+        self.dead_after_s = min(30.0, max(timeout_s / 2, 0.5))
+        self._timeout_s = timeout_s
+        self._pause_s = min(1.0, self.dead_after_s / 5)
+        self._rank, self._size = rank, size
+        # A connection of its own: another call may wait in the shared one.
+        shared: Any = distributed_c10d._get_default_store()
+        self._store: Any = distributed_c10d.PrefixStore(prefix, shared.clone())
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="save-watch", daemon=True)
+        self._thread.start()
+
+    def post(self, rank: int, message: str) -> None:
+        """Write who ended the save and why, unless somebody has."""
+        with contextlib.suppress(Exception), self._lock:
+            if not self._store.check(["failed"]):
+                self._store.set("failed", json.dumps([rank, message[:2000]]))
+
+    def stages(self) -> str:
+        """Return what every rank did last, for a message."""
+        found = []
+        with contextlib.suppress(Exception), self._lock:
+            for rank in range(min(self._size, 64)):
+                key = f"beat/{rank}"
+                text = self._store.get(key).decode().partition(" ")[2] if self._store.check([key]) else "not begun"
+                found.append(f"{rank}: {text}")
+        return "; ".join(found)
+
+    def close(self) -> None:
+        """Stop the thread. Others take this rank for alive from now on."""
+        self._stop.set()
+        self._thread.join(5)
+        with contextlib.suppress(Exception), self._lock:
+            self._store.set(f"beat/{self._rank}", "left ended")
+
+    def _run(self) -> None:
+        count, seen = 0, ""
+        began_s = changed_s = trouble_s = time.monotonic()
+        neighbour = (self._rank + 1) % self._size
+        while not self._stop.wait(self._pause_s if count else 0):
+            count += 1
+            try:
+                with self._lock:
+                    self._store.set(f"beat/{self._rank}", f"{count} {self.stage}")
+                    if self._store.check(["failed"]):
+                        rank, message = json.loads(self._store.get("failed"))
+                        self.failure = (int(rank), str(message))
+                        return
+                    key = f"beat/{neighbour}"
+                    found = self._store.get(key).decode() if self._store.check([key]) else ""
+                now_s = trouble_s = time.monotonic()
+            except Exception:
+                if time.monotonic() - trouble_s > self.dead_after_s:
+                    self.failure = (0, "the store of the job does not answer, which rank 0 or the launcher hosts")
+                    return
+                continue
+            if found != seen:
+                seen, changed_s = found, now_s
+            if not seen:
+                if now_s - began_s > self._timeout_s:
+                    self.post(neighbour, f"it did not call save within {self._timeout_s:g} s")
+            elif not seen.startswith("left ") and now_s - changed_s > self.dead_after_s:
+                self.post(neighbour, f"it died or does not answer (it was at: {seen.partition(' ')[2]})")

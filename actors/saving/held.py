@@ -1,0 +1,193 @@
+"""A rank's state dict: the table of its tensors for the plan, and slices of their bytes.
+
+    plain tensor             whole, on every rank that has it
+    DTensor                  the region of this process's place in the mesh, by its placements
+    FSDP1's ShardedTensor    boxes
+
+Nothing is copied but what is asked for. A slice of contiguous memory of the host is a view.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from actors.devices.convert import stored_dtype
+from actors.handover.modules import as_dtensor
+from cluster.layouts.region import MeshCut, dtensor_region
+from cluster.saving.held import Cutting, RankTable
+from storage.problems import Problems, quote
+
+
+class HeldTensors:
+    """The tensors of one rank."""
+
+    def __init__(self, state: Mapping[str, Any], ranks: Mapping[int, int], arguments: Mapping[str, str]) -> None:
+        """Read a state dict.
+
+        Args:
+            state: Tensors by name.
+            ranks: Global rank -> rank in the group of the save.
+            arguments: Texts that must be equal on all ranks.
+        """
+        self._ranks = ranks
+        self._local: dict[str, torch.Tensor] = {}  # whole tensors and shards of DTensors
+        self._boxes: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # by name and offsets
+        self._problems = Problems()
+        self._columns: list[tuple[str, str, tuple[int, ...], int]] = []
+        self._cuttings: dict[Cutting, int] = {}
+        self._memory: dict[Any, str] = {}
+        self._ties: list[tuple[str, str]] = []
+        for name, value in state.items():
+            self._take(name, value)
+        self.table = RankTable(
+            names=tuple(row[0] for row in self._columns),
+            dtypes=tuple(row[1] for row in self._columns),
+            shapes=tuple(row[2] for row in self._columns),
+            cutting_of=tuple(row[3] for row in self._columns),
+            cuttings=tuple(self._cuttings),
+            ties=tuple(self._ties),
+            problems=(*self._problems, *self._more()),
+            arguments=dict(arguments),
+        )
+
+    @property
+    def any_on_gpu(self) -> bool:
+        """Return whether a tensor is in a GPU's memory."""
+        return any(tensor.is_cuda for tensor in (*self._local.values(), *self._boxes.values()))
+
+    def local(self, name: str, offsets: Sequence[int]) -> torch.Tensor:
+        """Return this rank's own part of a tensor. `offsets`: of the region, which tells several boxes apart."""
+        found = self._local.get(name)
+        return self._boxes[name, tuple(offsets)] if found is None else found
+
+    def _more(self) -> list[str]:
+        more = len(self._problems) - len(list(self._problems))
+        return [f"and {more} more"] if more else []
+
+    def _take(self, name: Any, value: Any) -> None:
+        if not isinstance(name, str):
+            self._problems.add(f"a name is no str: {quote(name)}")
+            return
+        if (shards := _sharded(value)) is not None:
+            self._take_boxes(name, value, shards)
+            return
+        if not isinstance(value, torch.Tensor):
+            self._problems.add(f"{quote(name)} is no tensor but {type(value).__name__}")
+            return
+        value = value.detach()
+        dtensor = as_dtensor(value)
+        cutting = Cutting()
+        local = value
+        if dtensor is not None:
+            found = self._cutting_of(name, dtensor)
+            if found is None:
+                return
+            cutting, local = found, dtensor.to_local()
+            if hasattr(local, "wait"):  # an AsyncCollectiveTensor, which another process may still fill
+                local = local.wait()
+        if not self._is_sound(name, local):
+            return
+        self._local[name] = local
+        self._add(name, local.dtype, tuple(value.shape), cutting, (local,))
+
+    def _take_boxes(self, name: str, value: Any, shards: Sequence[Any]) -> None:
+        boxes = []
+        for shard in value.metadata().shards_metadata:
+            rank = self._ranks.get(shard.placement.rank(), -1)
+            boxes.append((rank, tuple(shard.shard_offsets), tuple(shard.shard_sizes)))
+        tensors = [shard.tensor.detach() for shard in shards]
+        if not all([self._is_sound(name, tensor) for tensor in tensors]):
+            return
+        for shard, tensor in zip(shards, tensors, strict=True):
+            self._boxes[name, tuple(shard.metadata.shard_offsets)] = tensor
+        dtype = value.metadata().tensor_properties.dtype
+        self._add(name, dtype, tuple(value.size()), Cutting(boxes=tuple(boxes)), tensors)
+
+    def _is_sound(self, name: str, tensor: torch.Tensor) -> bool:
+        if stored_dtype(tensor.dtype) is None:
+            self._problems.add(f"{quote(name)} has a dtype that safetensors lacks: {tensor.dtype}")
+        elif tensor.is_meta:
+            self._problems.add(f"{quote(name)} is on the meta device and has no values")
+        elif tensor.layout is not torch.strided or tensor.is_quantized:
+            self._problems.add(f"{quote(name)} is no dense tensor: {tensor.layout}")
+        elif tensor.is_conj() or tensor.is_neg():
+            self._problems.add(f"{quote(name)} is a lazy conjugate or negative; save `tensor.resolve_conj()`")
+        elif type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter | torch.nn.Buffer):
+            self._problems.add(f"{quote(name)} is a {type(tensor).__name__}, which is no plain tensor")
+        else:
+            return True
+        return False
+
+    def _add(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], cutting: Cutting, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        number = self._cuttings.setdefault(cutting, len(self._cuttings))
+        self._columns.append((name, stored_dtype(dtype) or "", shape, number))
+        if any(tensor.numel() for tensor in tensors):
+            memory = tuple(
+                (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+                for tensor in tensors
+            )
+            kept = self._memory.setdefault((dtype, shape, memory), name)
+            if kept != name:
+                self._ties.append((name, kept))
+
+    def _cutting_of(self, name: str, tensor: Any) -> Cutting | None:
+        mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+        cuts: list[tuple[int, int, int]] = []
+        for number, placement in enumerate(tensor.placements):
+            if placement.is_replicate():
+                continue
+            dim = getattr(placement, "dim", None)
+            if placement.is_partial() or dim is None:
+                kind = type(placement).__name__
+                self._problems.add(f"{quote(name)} is {kind} over a mesh: its values are sums that are not made yet")
+                return None
+            cuts.append((number, dim % len(shape), int(getattr(placement, "split_factor", 1))))
+        grid = mesh.mesh
+        ranks = tuple(self._ranks.get(rank, -1) for rank in grid.reshape(-1).tolist())
+        here = mesh.get_coordinate()
+        if here is not None:
+            wanted = dtensor_region(
+                shape, [MeshCut(dim, mesh.size(number), here[number], groups) for number, dim, groups in cuts]
+            ).filled
+            local = tuple(tensor._local_tensor.shape)
+            if wanted != local and not (0 in wanted and 0 in local):
+                self._problems.add(f"{quote(name)} has a local part of shape {local}, its placements say {wanted}")
+                return None
+        return Cutting(mesh=tuple(grid.shape), ranks=ranks, cuts=tuple(cuts))
+
+
+def _sharded(value: Any) -> Sequence[Any] | None:
+    """Return the local shards of a ShardedTensor, else None. Imports nothing: the object implies the import."""
+    kind: Any = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
+    return value.local_shards() if kind is not None and isinstance(value, kind) else None
+
+
+def byte_slice(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Return bytes [start, end) of a tensor in row-major order, flat, on the tensor's device: a view if possible."""
+    if tensor.is_contiguous():
+        return tensor.reshape(-1).view(torch.uint8)[start:end]
+    while tensor.shape[0] == 1:
+        tensor = tensor[0]
+        if tensor.is_contiguous():
+            return tensor.reshape(-1).view(torch.uint8)[start:end]
+    row_bytes = tensor.numel() * tensor.element_size() // tensor.shape[0]
+    first, last = start // row_bytes, -(-end // row_bytes)
+    pieces = []
+    at = first
+    while at < last:
+        low, high = max(start - at * row_bytes, 0), min(end - at * row_bytes, row_bytes)
+        if (low, high) != (0, row_bytes) and tensor.dim() > 1:
+            pieces.append(byte_slice(tensor[at], low, high))
+            at += 1
+            continue
+        stop = at + 1 if (low, high) != (0, row_bytes) else max(at + 1, end // row_bytes)
+        rows = tensor[at:stop].contiguous().reshape(-1).view(torch.uint8)
+        pieces.append(rows[low : high if stop == at + 1 else None])
+        at = stop
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

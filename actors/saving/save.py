@@ -1,0 +1,635 @@
+"""`cluster.save`: the ranks of a job write one checkpoint together, without gathering it anywhere.
+
+    tables of tensors --merge--> who holds what --lay_out--> files, parts --schedule--> rounds
+    round: receive pieces of others and send them theirs --> parts are whole --> hashed and written by threads
+    records of parts --> rank 0 --> journal; when all are written: commit
+
+A rank holds at most `slots` parts at a time, which is all that it holds of other ranks' bytes. Half of the slots are
+filled by the round that runs, while the parts of the round before are written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from actors.saving.exchange import Ranks
+from actors.saving.held import HeldTensors, byte_slice
+from actors.saving.writer import Begun, CheckpointWriter, Contents, PartsDiffer, begin_save, check_extra_files
+from cluster.argument_types import checks_arguments
+from cluster.config import Config
+from cluster.errors import SaveError, SaveRefused
+from cluster.request import StoreOptions
+from cluster.saving.held import Merged, RankTable, arguments_text, merge
+from cluster.saving.plan import Piece, PlannedPart, Round, Schedule, blocks, schedule
+from cluster.saving.shards import (
+    DEFAULT_SHARD_BYTES,
+    MIN_SHARD_BYTES,
+    ShardLayout,
+    lay_out,
+    new_revision,
+    renamed,
+)
+from storage.checkpoints.model_index import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from storage.checksum import MANIFEST_HASH_NAMES
+from storage.errors import LongshoreError, StoreError
+from storage.problems import quote
+from storage.publishing.saves import PartRecord, writes_parts
+from storage.store_ref import Credentials
+from storage.stores.object_store import ObjectStore
+from storage.stores.open_store import open_store
+from storage.stores.requests import RetryPolicy
+
+ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
+DEFAULT_SLOTS = 4
+ROUNDS_PER_GATHER = 4  # after so many rounds the records of written parts go to rank 0
+_RECORDS = TypeAdapter(tuple[PartRecord, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The result of a save. Numbers of bytes are sums over all ranks, seconds are of the rank that reports."""
+
+    uri: str
+    revision: str  # of the manifest, as loads report it
+    save_id: str  # in the names of the files
+    rank: int
+    world_size: int
+    shards: int
+    tensors: int
+    tied: dict[str, str]  # name that is not stored -> the name under which its bytes are
+    size_bytes: int  # of all shards
+    written_bytes: int  # sent to the store
+    reused_bytes: int  # of parts that an interrupted save had written and that are the same
+    moved_bytes: int  # sent from rank to rank
+    peak_foreign_bytes: int  # most bytes of other ranks that one rank held at a time
+    plan_s: float
+    exchange_s: float
+    write_s: float  # waiting for the last parts to be written
+    commit_s: float
+    elapsed_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        return asdict(self)
+
+
+@checks_arguments
+def save(
+    state_dict: Mapping[str, Any],
+    uri: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    process_group: Any = None,
+    extra_files: ExtraFiles | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    hash_name: str = "blake3",
+    chunk_bytes: int | None = None,
+    slots: int = DEFAULT_SLOTS,
+    save_timeout_s: float = 600.0,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    config: Config | None = None,
+) -> SaveReport:
+    """Save the tensors of a job as one published checkpoint. Every rank calls it, with its own part.
+
+    The revision that is at the URI stays loadable until the new one is complete. A save that was interrupted continues
+    when it is called again.
+
+    Args:
+        state_dict: Tensors by name: plain ones, DTensors, ShardedTensors. A tensor that is whole on several ranks is
+            written once.
+        uri: Folder of the checkpoint: an S3 URI, or a folder that all ranks share. It may have an older revision.
+        rank: Number of this rank, to be checked. None: as the process group says.
+        world_size: Number of ranks, to be checked. None: as the process group says.
+        process_group: Group whose ranks save. None: the default group of torch.distributed, or this process alone.
+        extra_files: Further files of the model, such as config.json: contents or paths by name, or a list of paths.
+            Those of rank 0 are written.
+        max_shard_bytes: Most bytes of tensors in a file.
+        hash_name: Digest of the chunks: "blake3" or "xxh3_128".
+        chunk_bytes: Size of chunks in bytes, 1 MiB to 16 MiB. None: as the settings say, 8 MiB.
+        slots: Most parts that this rank holds at a time. A part has 5 MiB and at most two chunks more.
+        save_timeout_s: Longest time in seconds that a rank waits for the others without progress. A rank that died is
+            noticed within half of it, or 30 s.
+        endpoint_url: URL of an S3-compatible server. None: as the AWS configuration says, else the provider's own.
+        region: Region of the bucket. None: as the environment says.
+        profile: Name of a profile in the AWS configuration.
+        anonymous: Send unsigned requests.
+        credentials: Keys for the store, a `storage.store_ref.Credentials`. None: those that the environment provides.
+        config: Settings. None: read from the `LONGSHORE_*` variables of the environment.
+
+    Returns:
+        What was written, on every rank.
+
+    Raises:
+        SaveRefused: Arguments or tensors cannot be saved. It lists every problem of every rank.
+        SaveConflict: Another save or publish wrote to the URI meanwhile.
+        SaveError: Another rank ended the save or died; `details["rank"]` names it.
+        StoreError: The store cannot be written.
+
+    Example:
+        ```python
+        report = cluster.save(model.state_dict(), "s3://models/run-7", extra_files=["config.json"])
+        print(report.revision)
+        ```
+    """
+    started_s = time.monotonic()
+    ranks = Ranks(process_group, timeout_s=save_timeout_s if save_timeout_s > 0 else 600.0)
+    given = _Arguments(
+        uri=os.fspath(uri),
+        rank=rank,
+        world_size=world_size,
+        files=extra_files,
+        max_shard_bytes=max_shard_bytes,
+        hash_name=hash_name,
+        chunk_bytes=chunk_bytes,
+        slots=slots,
+        save_timeout_s=save_timeout_s,
+        options=StoreOptions(endpoint_url, region, profile, anonymous),
+        credentials=credentials,
+        config=config,
+    )
+    try:
+        report = _Save(ranks, given, started_s).run(state_dict)
+    except _Agreed as refused:
+        ranks.close()
+        raise refused.error from None
+    except BaseException as error:
+        ranks.close(error)
+        raise
+    ranks.close()
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    uri: str
+    rank: int | None
+    world_size: int | None
+    files: ExtraFiles | None
+    max_shard_bytes: int
+    hash_name: str
+    chunk_bytes: int | None
+    slots: int
+    save_timeout_s: float
+    options: StoreOptions
+    credentials: Credentials | None
+    config: Config | None
+
+
+class _Agreed(Exception):
+    """Carries an error that every rank raises by itself."""
+
+    def __init__(self, error: LongshoreError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Save:
+    """One save of one rank."""
+
+    def __init__(self, ranks: Ranks, given: _Arguments, started_s: float) -> None:
+        self._ranks = ranks
+        self._given = given
+        self._started_s = started_s
+        self._policy = RetryPolicy()
+        self._files: dict[str, Contents] = {}
+        self._chunk_bytes = 0
+        self._foreign = _Peak()
+        self._seconds = dict.fromkeys(("plan_s", "exchange_s", "write_s", "commit_s"), 0.0)
+
+    def run(self, state: Mapping[str, Any]) -> SaveReport:
+        """Save. Every rank returns, or every rank raises."""
+        self._step("plan")
+        with self._timed("plan_s"):
+            problems = self._argument_problems()
+            held = HeldTensors(state, self._ranks.global_ranks, self._shared_arguments())
+            table = held.table.model_copy(update={"problems": (*problems, *held.table.problems)})
+            merged = self._merge(table)
+            try:
+                layouts = lay_out(
+                    [tensor.spec for tensor in merged.tensors],
+                    revision=new_revision(),
+                    max_shard_bytes=self._given.max_shard_bytes,
+                    chunk_bytes=self._chunk_bytes,
+                )
+            except SaveRefused as error:
+                raise _Agreed(error) from None
+            per_round = max(1, self._given.slots // 2)
+            plan = schedule(layouts, merged.tensors, self._ranks.size, self._ranks.rank, per_round)
+        with contextlib.closing(self._open_store()) as store:
+            for anew in (False, True):
+                self._step("begin")
+                layouts, begun = self._begin(store, layouts, anew)
+                writer = CheckpointWriter(store, layouts, begun, policy=self._policy)
+                if self._write(writer, layouts, merged, plan, held):
+                    break
+            self._step("commit")
+            with self._timed("commit_s"):
+                revision = self._commit(writer)
+            return self._report(writer, layouts, merged, plan, begun, revision, store.uri)
+
+    def _step(self, name: str) -> None:
+        """Note what this rank does now."""
+        self._ranks.stage(name)
+        self._ranks.check()
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.monotonic() - began_s
+
+    def _shared_arguments(self) -> dict[str, str]:
+        given = self._given
+        return arguments_text(
+            uri=given.uri,
+            max_shard_bytes=given.max_shard_bytes,
+            hash_name=given.hash_name,
+            chunk_bytes=self._chunk_bytes,
+            slots=given.slots,
+        )
+
+    def _argument_problems(self) -> list[str]:
+        """Return every problem of this rank's arguments, and note the checked ones."""
+        given, ranks = self._given, self._ranks
+        found = []
+        for name, value, expected in (
+            ("rank", given.rank, ranks.rank),
+            ("world_size", given.world_size, ranks.size),
+        ):
+            if value is not None and value != expected:
+                found.append(f"{name} is {value}, the process group says {expected}")
+        if given.max_shard_bytes < MIN_SHARD_BYTES:
+            found.append(f"max_shard_bytes is {given.max_shard_bytes}; it must be at least {MIN_SHARD_BYTES}")
+        if given.hash_name not in MANIFEST_HASH_NAMES:
+            found.append(f"hash_name must be one of {', '.join(sorted(MANIFEST_HASH_NAMES))}, not {given.hash_name!r}")
+        if not 1 <= given.slots <= 1024:
+            found.append(f"slots is {given.slots}; it must be from 1 to 1024")
+        if not 0 < given.save_timeout_s < float("inf"):
+            found.append("save_timeout_s must be a positive number of seconds")
+        if given.chunk_bytes is not None and not MIN_CHUNK_BYTES <= given.chunk_bytes <= MAX_CHUNK_BYTES:
+            found.append(f"chunk_bytes is {given.chunk_bytes}; it must be from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+        try:
+            config = given.config or Config.from_env()
+            self._chunk_bytes = given.chunk_bytes or config.chunk_bytes
+            ref, only_key = given.options.resolve(given.uri, new=True)
+            if only_key is not None:
+                found.append("the URI must name a folder, not a file")
+            config.source_rules().check(ref, given.credentials)
+            if ref.scheme not in ("file", "s3"):
+                found.append(f"{ref.scheme}:// cannot be written by several processes: save to S3 or a shared folder")
+        except LongshoreError as error:
+            found.append(str(error))
+        if ranks.rank == 0 and given.files is not None:
+            files: Mapping[str, Any]
+            if isinstance(given.files, Mapping):
+                files = given.files
+            else:
+                names = [os.path.basename(os.fspath(path)) for path in given.files]
+                found += [f"two extra files are called {quote(name)}" for name in set(names) if names.count(name) > 1]
+                files = dict(zip(names, given.files, strict=True))
+            found += [f"extra_files: {problem}" for problem in check_extra_files(files)]
+            self._files = dict(files)
+        return found
+
+    def _merge(self, table: RankTable) -> Merged:
+        """Exchange the tables: digests first, then each distinct table once. Raises _Agreed with every problem."""
+        packed = table.pack()
+        digest = hashlib.sha256(packed).digest()
+        digests = self._ranks.gather(digest)
+        distinct = list(dict.fromkeys(digests))
+        tables = []
+        for one in distinct:
+            owner = digests.index(one)
+            data = self._ranks.broadcast(packed if owner == self._ranks.rank else b"", owner)
+            if hashlib.sha256(data).digest() != one:
+                raise SaveError("a table of tensors was damaged on its way", rank=owner)
+            tables.append(table if one == digest else RankTable.unpack(data))
+        merged = merge(tables, [distinct.index(one) for one in digests])
+        if merged.problems:
+            raise _Agreed(
+                SaveRefused(
+                    f"this cannot be saved: {'; '.join(merged.problems)}",
+                    hint="nothing was written",
+                    problems=len(merged.problems),
+                )
+            )
+        return merged
+
+    def _open_store(self) -> ObjectStore:
+        config = self._given.config or Config.from_env()
+        ref, _ = self._given.options.resolve(self._given.uri, new=True)
+        if ref.scheme == "file":
+            try:
+                os.makedirs(ref.prefix, exist_ok=True)
+            except OSError as error:
+                raise StoreError(f"cannot make the folder: {error.strerror}", path=ref.prefix) from error
+        store = open_store(ref, self._given.credentials, read_timeout_s=config.read_timeout_s)
+        writes_parts(store)
+        return store
+
+    def _begin(
+        self, store: ObjectStore, layouts: Sequence[ShardLayout], anew: bool
+    ) -> tuple[tuple[ShardLayout, ...], Begun]:
+        data = b""
+        if self._ranks.rank == 0:
+            layouts, begun = begin_save(
+                store,
+                layouts,
+                hash_name=self._given.hash_name,
+                chunk_bytes=self._chunk_bytes,
+                policy=self._policy,
+                anew=anew,
+            )
+            data = begun.model_dump_json().encode()
+        data = self._ranks.broadcast(data, 0)
+        try:
+            begun = Begun.model_validate_json(data)
+        except ValidationError as error:
+            raise SaveError("rank 0 began the save with an unreadable message", rank=0) from error
+        return renamed(layouts, begun.revision), begun
+
+    def _write(
+        self,
+        writer: CheckpointWriter,
+        layouts: Sequence[ShardLayout],
+        merged: Merged,
+        plan: Schedule,
+        held: HeldTensors,
+    ) -> bool:
+        """Write every part. Return False, on every rank, if the save must begin anew."""
+        slots = _Slots(self._given.slots, plan, layouts, pinned=held.any_on_gpu)
+        exchange = _Exchange(self._ranks, layouts, merged, held, self._foreign)
+        differs = threading.Event()
+        pending: list[Future[None]] = []
+
+        def put(part: PlannedPart, buffer: torch.Tensor, foreign_bytes: int) -> None:
+            place = layouts[part.shard].parts[part.part]
+            data: Any = buffer.numpy()  # which has the buffer protocol
+            try:
+                if not differs.is_set():
+                    writer.write(part.shard, place.start, memoryview(data)[: place.size_bytes])
+            except PartsDiffer:
+                differs.set()
+            finally:
+                self._foreign.add(-foreign_bytes)
+                slots.give(buffer)
+
+        with ThreadPoolExecutor(self._given.slots, "save-write") as pool:
+            try:
+                for number, work in enumerate(plan.rounds):
+                    self._step(f"round {number + 1} of {len(plan.rounds)}")
+                    with self._timed("exchange_s"):
+                        buffers = [slots.take(self._ranks.check) for _ in work.assemble]
+                        foreign = exchange.run(work, buffers)
+                    for part, buffer, count in zip(work.assemble, buffers, foreign, strict=True):
+                        pending.append(pool.submit(put, part, buffer, count))
+                    pending = [future for future in pending if not _is_done(future)]
+                    if (number + 1) % ROUNDS_PER_GATHER == 0 and not self._share(writer, differs):
+                        return False
+                self._step("write")
+                with self._timed("write_s"):
+                    while pending:
+                        self._ranks.check()
+                        with contextlib.suppress(TimeoutError):
+                            pending[0].result(timeout=0.2)
+                        pending = [future for future in pending if not _is_done(future)]
+                return self._share(writer, differs)
+            finally:
+                differs.set()  # what still waits is not written when this ends early
+
+    def _share(self, writer: CheckpointWriter, differs: threading.Event) -> bool:
+        """Give rank 0 the records of written parts. Return False if a rank must begin anew."""
+        mine = _RECORDS.dump_json(tuple(writer.take_records()))
+        answers = self._ranks.gather((b"!" if differs.is_set() else b".") + mine)
+        if any(answer[:1] != b"." for answer in answers):
+            return False
+        if self._ranks.rank == 0:
+            try:
+                records = [record for answer in answers for record in _RECORDS.validate_json(answer[1:])]
+            except ValidationError as error:
+                raise SaveError("a rank sent unreadable records of its parts") from error
+            writer.note(records)
+        return True
+
+    def _commit(self, writer: CheckpointWriter) -> str:
+        data = b""
+        if self._ranks.rank == 0:
+            manifest = writer.commit(extra_files=self._files, on_step=lambda step: self._step(f"commit: {step}"))
+            data = manifest.revision.encode()
+        return self._ranks.broadcast(data, 0).decode("ascii", "replace")
+
+    def _report(
+        self,
+        writer: CheckpointWriter,
+        layouts: Sequence[ShardLayout],
+        merged: Merged,
+        plan: Schedule,
+        begun: Begun,
+        revision: str,
+        uri: str,
+    ) -> SaveReport:
+        mine = [writer.written_bytes, writer.reused_bytes, self._foreign.peak_bytes]
+        totals = [json.loads(answer) for answer in self._ranks.gather(json.dumps(mine).encode())]
+        return SaveReport(
+            uri=uri,
+            revision=revision,
+            save_id=begun.revision,
+            rank=self._ranks.rank,
+            world_size=self._ranks.size,
+            shards=len(layouts),
+            tensors=len(merged.tensors),
+            tied=merged.ties,
+            size_bytes=sum(layout.size_bytes for layout in layouts),
+            written_bytes=sum(one[0] for one in totals),
+            reused_bytes=sum(one[1] for one in totals),
+            moved_bytes=plan.moved_bytes,
+            peak_foreign_bytes=max(one[2] for one in totals),
+            elapsed_s=time.monotonic() - self._started_s,
+            **self._seconds,
+        )
+
+
+def _is_done(future: Future[None]) -> bool:
+    """Return whether a part is written. Raises what its writer raised."""
+    if future.done():
+        future.result()
+    return future.done()
+
+
+class _Peak:
+    """The bytes of other ranks that this rank holds now, and the most so far."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        with self._lock:
+            self._now_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self._now_bytes)
+
+
+class _Slots:
+    """Buffers of one part each, made when they are first needed and used again."""
+
+    def __init__(self, count: int, plan: Schedule, layouts: Sequence[ShardLayout], *, pinned: bool) -> None:
+        mine = [part for work in plan.rounds for part in work.assemble]
+        self._size_bytes = max((layouts[part.shard].parts[part.part].size_bytes for part in mine), default=0)
+        self._pinned = pinned and torch.cuda.is_available()
+        self._left = count
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def take(self, check: Any) -> torch.Tensor:
+        """Return a free buffer. Waits for one, and calls `check` meanwhile."""
+        if self._left and self._free.empty():
+            self._left -= 1
+            return torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        while True:
+            try:
+                return self._free.get(timeout=0.2)
+            except queue.Empty:
+                check()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._free.put(buffer)
+
+
+class _Exchange:
+    """The messages of a rank: what it sends in a round, and how the parts that it assembles are put together."""
+
+    def __init__(
+        self, ranks: Ranks, layouts: Sequence[ShardLayout], merged: Merged, held: HeldTensors, foreign: _Peak
+    ) -> None:
+        self._ranks = ranks
+        self._layouts = layouts
+        self._tensors = merged.tensors
+        self._held = held
+        self._foreign = foreign
+        self._starts = [{tensor.name: tensor.start for tensor in layout.tensors} for layout in layouts]
+        self._most_bytes = max((part.size_bytes for layout in layouts for part in layout.parts), default=0)
+        self._tag = 0
+
+    def run(self, work: Round, buffers: Sequence[torch.Tensor]) -> list[int]:
+        """Fill the buffers with the parts of a round. Return the bytes of other ranks in each of them."""
+        receives: list[tuple[torch.Tensor, int, int]] = []
+        arrivals: list[tuple[torch.Tensor, PlannedPart, int, torch.Tensor]] = []
+        foreign: list[int] = []
+        staged_bytes = 0
+        for part, buffer in zip(work.assemble, buffers, strict=True):
+            tag, self._tag = self._tag, self._tag + 1
+            self._fill_header(part, buffer)
+            foreign.append(sum(part.message_bytes(rank) for rank in part.sources if rank != self._ranks.rank))
+            for rank, pieces in part.sources.items():
+                if rank == self._ranks.rank:
+                    self._place(part, pieces, self._message(pieces), buffer)
+                    continue
+                target = self._direct(part, pieces, buffer)
+                if target is None:
+                    target = torch.empty(part.message_bytes(rank), dtype=torch.uint8)
+                    staged_bytes += len(target)
+                    arrivals.append((target, part, rank, buffer))
+                receives.append((target, rank, tag))
+        self._foreign.add(sum(foreign) + staged_bytes)
+        if receives or work.send:
+            self._ranks.run(lambda: self._transfer(receives, work))
+        for message, part, rank, buffer in arrivals:
+            self._place(part, part.sources[rank], message, buffer)
+        self._foreign.add(-staged_bytes)
+        return foreign
+
+    def _transfer(self, receives: Sequence[tuple[torch.Tensor, int, int]], work: Round) -> None:
+        """Receive and send. Every rank starts all receives of a round first, so no send waits for a send."""
+        started = [self._ranks.receive(tensor, rank, tag) for tensor, rank, tag in receives]
+        sending: list[tuple[Any, torch.Tensor]] = []
+        copied_bytes = 0
+        for rank, tag, pieces in work.send:
+            message = self._message(pieces)
+            if message.is_cuda:
+                message = message.cpu()
+            copied_bytes += len(message) if not self._is_view(pieces) else 0
+            sending.append((self._ranks.send(message, rank, tag), message))
+            if copied_bytes > self._most_bytes:  # copies are bounded as the parts are
+                for handle, _ in sending:
+                    handle.wait()
+                sending, copied_bytes = [], 0
+        for handle, _ in sending:
+            handle.wait()
+        for handle in started:
+            handle.wait()
+
+    def _fill_header(self, part: PlannedPart, buffer: torch.Tensor) -> None:
+        if part.part == 0:
+            header = self._layouts[part.shard].header
+            buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+    def _local(self, piece: Piece) -> torch.Tensor:
+        tensor = self._tensors[piece.tensor]
+        region, _ = tensor.regions.held[piece.region]
+        return self._held.local(tensor.spec.name, region.offsets[:-1])
+
+    def _is_view(self, pieces: Sequence[Piece]) -> bool:
+        local = self._local(pieces[0])
+        return len(pieces) == 1 and local.is_contiguous() and not local.is_cuda
+
+    def _message(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return the bytes of this rank's pieces, in order."""
+        found = [byte_slice(self._local(piece), piece.local_start, piece.local_end) for piece in pieces]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _direct(self, part: PlannedPart, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor | None:
+        """Return the place in the buffer of a message that is one run there, or None."""
+        if len(pieces) != 1:
+            return None
+        tensor = self._tensors[pieces[0].tensor]
+        region, _ = tensor.regions.held[pieces[0].region]
+        runs = blocks(tensor.regions.shape, region, pieces[0].start, pieces[0].end)
+        first, more = next(runs), next(runs, None)
+        if more is not None or first.times > 1:
+            return None
+        at = self._at(part, pieces[0]) + first.into
+        return buffer[at : at + first.run]
+
+    def _at(self, part: PlannedPart, piece: Piece) -> int:
+        """Return where the range of a piece begins in the part."""
+        start = self._starts[part.shard][self._tensors[piece.tensor].spec.name]
+        return start + piece.start - self._layouts[part.shard].parts[part.part].start
+
+    def _place(self, part: PlannedPart, pieces: Sequence[Piece], message: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Copy the bytes of a message to their places in the part."""
+        used = 0
+        for piece in pieces:
+            tensor = self._tensors[piece.tensor]
+            region, _ = tensor.regions.held[piece.region]
+            own = message[used : used + piece.size_bytes]
+            used += piece.size_bytes
+            at = self._at(part, piece)
+            runs = list(blocks(tensor.regions.shape, region, piece.start, piece.end))
+            if len(runs) > 1 and own.is_cuda:
+                own = own.cpu()
+            for run in runs:
+                into = buffer[at + run.into :]
+                source = own[run.source :]
+                into.as_strided((run.times, run.run), (run.into_step, 1)).copy_(
+                    source.as_strided((run.times, run.run), (run.source_step, 1))
+                )

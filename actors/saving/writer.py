@@ -1,0 +1,523 @@
+"""The writer of a checkpoint: parts in any order, from any number of processes, then one commit.
+
+    layouts --begin_save--> Begun: plain data, for the writer of every process
+    CheckpointWriter.write(shard, start, data) --> part is whole --> hash its chunks --> send --> PartRecord
+    CheckpointWriter.commit(records) --> files are made visible --> other files, index --> manifest, on a condition
+
+Nothing refers to the files of a save before the manifest does, and their names are new. So the previous revision stays
+as it is, whenever a process dies. An interrupted save leaves a journal (`storage.publishing.saves`). The next save with
+the same layout continues: it hashes every part again and sends those that the store lacks. A file
+that was complete cannot be changed, so other bytes of it are PartsDiffer: the save begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import SaveConflict, SaveError, SaveRefused
+from cluster.saving.shards import (
+    ShardLayout,
+    fingerprint,
+    manifest_tensors,
+    new_revision,
+    renamed,
+    revision_of_file,
+    weight_index,
+)
+from storage.checkpoints.amax import AMAX_KEY
+from storage.checkpoints.checkpoint_files import INDEX_KEY, OWN_KEYS, SUFFIX, map_threads
+from storage.checkpoints.manifest import (
+    MANIFEST_KEY,
+    MAX_MANIFEST_BYTES,
+    WRITTEN,
+    Manifest,
+    ManifestEntry,
+    ManifestFile,
+    ManifestShard,
+    chunks_digest,
+    is_safe_path,
+)
+from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, fixed_bounds
+from storage.checksum import digest_of, new_hasher
+from storage.errors import ObjectChanged, ObjectNotFound, StoreError
+from storage.problems import Problems, quote
+from storage.publishing.publish import PIECE_BYTES
+from storage.publishing.saves import (
+    JournalShard,
+    PartRecord,
+    SaveJournal,
+    StoredJournal,
+    published,
+    put_if,
+    read_journal,
+    remove_save,
+    writes_parts,
+)
+from storage.publishing.signing import SIGNATURE_KEY
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, check_key, ranges_of
+from storage.stores.parts import WritesParts
+from storage.stores.requests import RetryPolicy, with_retries
+
+Contents = bytes | os.PathLike[str] | str  # of a file: its bytes, or the path from which it is copied
+
+
+class PartsDiffer(SaveError):
+    """An interrupted save wrote other bytes than are to be saved now, where they cannot be replaced. Begin anew."""
+
+
+class Begun(ManifestEntry):
+    """A save that has begun: plain data that the writers of all processes share."""
+
+    revision: str  # in the names of the files
+    fingerprint: str
+    hash_name: str
+    chunk_bytes: int
+    uploads: tuple[str, ...]  # the id per file; "" for a file that is complete
+    known: tuple[PartRecord, ...]  # parts of an interrupted save that the store has
+    manifest_etag: str | None  # of the revision that this save replaces
+    journal_etag: str | None
+
+
+def begin_save(
+    store: ObjectStore,
+    layouts: Sequence[ShardLayout],
+    *,
+    hash_name: str = "blake3",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    policy: RetryPolicy | None = None,
+    anew: bool = False,
+) -> tuple[tuple[ShardLayout, ...], Begun]:
+    """Begin a save, or continue an interrupted one of the same layout.
+
+    What another interrupted save left is removed. Call it in one process.
+
+    Args:
+        store: Root of the checkpoint.
+        layouts: The files, from `lay_out`.
+        hash_name: Digest of the chunks.
+        chunk_bytes: Size of chunks with which `lay_out` was called.
+        policy: Retries of requests.
+        anew: Continue nothing.
+
+    Returns:
+        The layouts with the names of the files to write, and what the writers need.
+
+    Raises:
+        SaveConflict: Another save began at the same time.
+        StoreError: The store cannot be written.
+        UnsupportedStore: The store cannot be written in parts.
+    """
+    policy = policy or RetryPolicy()
+    writes = writes_parts(store)
+    manifest, info = published(store, policy)
+    used = [] if manifest is None else [shard.path for shard in manifest.shards]
+    journal, etag = read_journal(store, policy)
+    mark = fingerprint(layouts, hash_name)
+    live = {revision_of_file(path) for path in used}
+    can_continue = (
+        journal is not None
+        and not anew
+        and (journal.fingerprint, len(journal.shards)) == (mark, len(layouts))
+        and journal.revision not in live
+    )
+    if journal is not None and not can_continue:
+        remove_save(store, journal, used, policy)
+    revision = journal.revision if journal is not None and can_continue else new_revision()
+    layouts = renamed(layouts, revision)
+    stored = StoredJournal(store, policy, etag)
+    known: list[PartRecord] = []
+    uploads = [""] * len(layouts)
+    if journal is not None and can_continue:
+        uploads = [shard.upload for shard in journal.shards]
+        known = _sound_records(layouts, journal.parts)
+    draft = _journal(layouts, revision, mark, uploads, known)
+    try:
+        stored.write(draft, now=True)  # before the first upload, so that whoever comes later knows whose it is
+
+        def prepare(number: int) -> tuple[str, list[PartRecord]]:
+            mine = [record for record in known if record.shard == number]
+            return _open_shard(store, writes, layouts[number], uploads[number], mine, policy)
+
+        opened = map_threads(prepare, range(len(layouts)))
+        uploads = [upload for upload, _ in opened]
+        known = [record for _, records in opened for record in records]
+        stored.write(_journal(layouts, revision, mark, uploads, known), now=True)
+    except ObjectChanged as error:
+        raise _conflict(store) from error
+    return layouts, Begun(
+        revision=revision,
+        fingerprint=mark,
+        hash_name=hash_name,
+        chunk_bytes=chunk_bytes,
+        uploads=tuple(uploads),
+        known=tuple(known),
+        manifest_etag=None if info is None else info.etag,
+        journal_etag=stored.etag,
+    )
+
+
+def _open_shard(
+    store: ObjectStore,
+    writes: WritesParts,
+    layout: ShardLayout,
+    upload: str,
+    records: list[PartRecord],
+    policy: RetryPolicy,
+) -> tuple[str, list[PartRecord]]:
+    """Return the upload of a file, and those of its recorded parts that the store has. "": the file is complete."""
+    if upload:
+        try:
+            parts = with_retries(lambda: writes.stored_parts(layout.file, upload), policy)
+        except ObjectNotFound:
+            pass  # it was completed or aborted
+        else:
+            if parts is None:
+                return upload, records
+            kept = [
+                record
+                for record in records
+                if (part := parts.get(record.part + 1)) is not None
+                and (part.tag, part.size_bytes) == (record.tag, layout.parts[record.part].size_bytes)
+            ]
+            return upload, kept
+    if len(records) == len(layout.parts):
+        try:
+            if with_retries(lambda: store.stat(layout.file), policy).size_bytes == layout.size_bytes:
+                return "", records
+        except ObjectNotFound:
+            pass
+    return with_retries(lambda: writes.begin_parts(layout.file), policy), []
+
+
+def _sound_records(layouts: Sequence[ShardLayout], records: Iterable[PartRecord]) -> list[PartRecord]:
+    """Return the records of parts that exist in the layout, one for each."""
+    found = {
+        (record.shard, record.part): record
+        for record in records
+        if record.shard < len(layouts)
+        and record.part < len(layouts[record.shard].parts)
+        and len(record.digests) == len(layouts[record.shard].chunks_of(layouts[record.shard].parts[record.part]))
+    }
+    return list(found.values())
+
+
+def _journal(
+    layouts: Sequence[ShardLayout], revision: str, mark: str, uploads: Sequence[str], parts: Iterable[PartRecord]
+) -> SaveJournal:
+    shards = tuple(
+        JournalShard(file=layout.file, upload=upload) for layout, upload in zip(layouts, uploads, strict=True)
+    )
+    return SaveJournal(
+        format="longshore.save", version=1, revision=revision, fingerprint=mark, shards=shards, parts=tuple(parts)
+    )
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """A part that is put together from ranges."""
+
+    data: bytearray
+    missing_bytes: int
+
+
+class CheckpointWriter:
+    """The writer of one process. Thread-safe."""
+
+    def __init__(
+        self, store: ObjectStore, layouts: Sequence[ShardLayout], begun: Begun, *, policy: RetryPolicy | None = None
+    ) -> None:
+        """Write the files of `begin_save`, as it returned them."""
+        self._store = store
+        self._writes = writes_parts(store)
+        self._layouts = tuple(layouts)
+        self._begun = begun
+        self._policy = policy or RetryPolicy()
+        self._known = {(record.shard, record.part): record for record in begun.known}
+        self._lock = threading.Lock()
+        self._assemblies: dict[tuple[int, int], _Assembly] = {}
+        self._records: dict[tuple[int, int], PartRecord] = {}
+        self._unseen: list[PartRecord] = []
+        self._journal = StoredJournal(store, self._policy, begun.journal_etag)
+        self.written_bytes = 0  # sent to the store
+        self.reused_bytes = 0  # of parts that an interrupted save had written
+
+    @property
+    def pending_bytes(self) -> int:
+        """Return the bytes of memory that incomplete parts take now."""
+        with self._lock:
+            return sum(len(one.data) for one in self._assemblies.values())
+
+    def write(self, shard: int, start: int, data: memoryview) -> None:
+        """Write a range of a file. A part is hashed and sent by the call that makes it whole.
+
+        Ranges come in any order, and never overlap. The header is not written: the writer has it. A range that is
+        exactly one part is sent without a copy; it then contains the header if it begins at byte 0.
+
+        Args:
+            shard: Number of the file in the layouts.
+            start: First byte, counted from the start of the file.
+            data: The bytes.
+
+        Raises:
+            SaveError: The range is outside the file, or bytes were written twice.
+            StoreError: The store does not take a part.
+        """
+        data = data.cast("B") if data.ndim != 1 or data.format != "B" else data
+        layout = self._layouts[shard]
+        whole = layout.part_starting_at(start)
+        if whole is not None and layout.parts[whole].size_bytes == len(data):
+            self._finish(shard, whole, data)
+            return
+        end = start + len(data)
+        if not len(layout.header) <= start <= end <= layout.size_bytes:
+            raise SaveError("bytes outside the tensors of a file", file=layout.file, start=start, end=end)
+        while start < end:
+            number = layout.part_holding(start)
+            part = layout.parts[number]
+            count = min(end, part.end) - start
+            ready = self._add(shard, number, start - part.start, data[:count])
+            if ready is not None:
+                self._finish(shard, number, memoryview(ready))
+            start, data = start + count, data[count:]
+
+    def _add(self, shard: int, number: int, place: int, data: memoryview) -> bytearray | None:
+        layout = self._layouts[shard]
+        part = layout.parts[number]
+        with self._lock:
+            one = self._assemblies.get((shard, number))
+            if one is None:
+                if (shard, number) in self._records:
+                    raise SaveError("bytes of a part were written twice", file=layout.file, part=number)
+                one = _Assembly(bytearray(part.size_bytes), part.size_bytes)
+                self._assemblies[shard, number] = one
+                if number == 0:
+                    one.data[: len(layout.header)] = layout.header
+                    one.missing_bytes -= len(layout.header)
+        one.data[place : place + len(data)] = data  # ranges do not overlap, so no lock
+        with self._lock:
+            one.missing_bytes -= len(data)
+            if one.missing_bytes > 0:
+                return None
+            del self._assemblies[shard, number]
+            return one.data
+
+    def _finish(self, shard: int, number: int, data: memoryview) -> None:
+        """Hash the chunks of a whole part, and send it unless the store has it."""
+        layout = self._layouts[shard]
+        part = layout.parts[number]
+        digests = tuple(
+            digest_of(self._begun.hash_name, data[chunk.start - part.start : chunk.end - part.start]).hex()
+            for chunk in layout.chunks_of(part)
+        )
+        known, upload = self._known.get((shard, number)), self._begun.uploads[shard]
+        if known is not None and known.digests == digests:
+            record = known
+        elif not upload:
+            raise PartsDiffer(
+                "a file of the interrupted save is complete and has other bytes", file=layout.file, part=number
+            )
+        else:
+            try:
+                tag = with_retries(
+                    lambda: self._writes.put_part(layout.file, upload, number + 1, part.start, data), self._policy
+                )
+            except StoreError as error:
+                if known is None or error.details.get("status") != 501:
+                    raise
+                raise PartsDiffer("the store cannot replace a part of the interrupted save", part=number) from error
+            record = PartRecord(shard=shard, part=number, tag=tag, digests=digests)
+        with self._lock:
+            if (shard, number) in self._records:
+                raise SaveError("a part was written twice", file=layout.file, part=number)
+            self._records[shard, number] = record
+            self._unseen.append(record)
+            if record is known:
+                self.reused_bytes += len(data)
+            else:
+                self.written_bytes += len(data)
+
+    def take_records(self) -> list[PartRecord]:
+        """Return the records of parts that were finished since the last call, for the process that commits."""
+        with self._lock:
+            records, self._unseen = self._unseen, []
+            return records
+
+    def note(self, records: Iterable[PartRecord], *, now: bool = False) -> None:
+        """Add records of other processes, and write the journal if it was not written just now.
+
+        Call it in the process that commits only. Raises SaveConflict if another save took over.
+        """
+        with self._lock:
+            self._records.update({(record.shard, record.part): record for record in records})
+            # What an interrupted save had written stays in the journal until this save has written it itself.
+            parts = {**self._known, **self._records}
+        begun = self._begun
+        journal = _journal(self._layouts, begun.revision, begun.fingerprint, begun.uploads, parts.values())
+        try:
+            self._journal.write(journal, now=now)
+        except ObjectChanged as error:
+            raise _conflict(self._store) from error
+
+    def commit(
+        self,
+        records: Iterable[PartRecord] = (),
+        *,
+        extra_files: Mapping[str, Contents] | None = None,
+        on_step: Callable[[str], object] = lambda step: None,
+    ) -> Manifest:
+        """Make the new revision visible, when every part is written. Call it in one process, once.
+
+        Args:
+            records: Records of parts that other processes wrote and that were not noted yet.
+            extra_files: Further files of the model by name: config.json, tokenizer files.
+            on_step: Called before each step with its name.
+
+        Returns:
+            The manifest as it was written.
+
+        Raises:
+            SaveError: Parts are missing; the message names some.
+            SaveConflict: Another revision was published since `begin_save`.
+            StoreError: The store refuses a write.
+        """
+        for number, layout in enumerate(self._layouts):
+            if len(layout.header) == layout.size_bytes and (number, 0) not in self._records:
+                self._finish(number, 0, memoryview(layout.header))  # a file whose tensors have no bytes
+        on_step("journal")
+        self.note(records, now=True)
+        self._check_complete()
+        on_step("shards")
+        infos = map_threads(self._complete, range(len(self._layouts)))
+        on_step("files")
+        files = [self._put_file(name, data) for name, data in sorted((extra_files or {}).items())]
+        on_step("index")
+        files.append(self._put_file(INDEX_KEY, weight_index(self._layouts)))
+        manifest = Manifest.build(
+            hash_name=self._begun.hash_name,
+            chunk_bytes=self._begun.chunk_bytes,
+            shards=[self._entry(number, info) for number, info in enumerate(infos)],
+            tensors=manifest_tensors(self._layouts),
+            files=sorted(files, key=lambda file: file.path),
+        )
+        data = manifest.to_json()
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise SaveError(f"the manifest would have {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
+        on_step("manifest")
+        try:
+            put_if(self._store, MANIFEST_KEY, data, self._begun.manifest_etag, self._policy)
+        except ObjectChanged as error:
+            raise _conflict(self._store) from error
+        on_step("cleanup")
+        for key in (SIGNATURE_KEY, AMAX_KEY):  # of the revision before
+            with_retries(lambda key=key: self._store.delete(key), self._policy)  # type: ignore[misc]
+        self._journal.remove()
+        on_step("done")
+        return manifest
+
+    def _check_complete(self) -> None:
+        missing = Problems(
+            f"part {number} of {layout.file}"
+            for shard, layout in enumerate(self._layouts)
+            for number in range(len(layout.parts))
+            if (shard, number) not in self._records
+        )
+        if missing:
+            raise SaveError(f"parts were not written: {missing}", uri=self._store.uri)
+
+    def _complete(self, shard: int) -> ObjectInfo:
+        layout, upload = self._layouts[shard], self._begun.uploads[shard]
+        if not upload:
+            return with_retries(lambda: self._store.stat(layout.file), self._policy)
+        parts = [(number + 1, self._records[shard, number].tag) for number in range(len(layout.parts))]
+        return with_retries(
+            lambda: self._writes.complete_parts(layout.file, upload, parts, layout.size_bytes), self._policy
+        )
+
+    def _entry(self, shard: int, info: ObjectInfo) -> ManifestShard:
+        layout = self._layouts[shard]
+        digests = tuple(
+            digest for number in range(len(layout.parts)) for digest in self._records[shard, number].digests
+        )
+        return ManifestShard(
+            path=layout.file,
+            size_bytes=layout.size_bytes,
+            etag=info.etag,
+            source_etag=info.etag,
+            checked_by=WRITTEN,
+            digest=chunks_digest(self._begun.hash_name, digests),
+            chunk_ends=layout.chunk_ends,
+            chunk_digests=digests,
+        )
+
+    def _put_file(self, name: str, contents: Contents) -> ManifestFile:
+        """Write a file unless the store has the same bytes, which keeps the revision before as it is."""
+        data = contents if isinstance(contents, bytes) else _read_file(contents)
+        digest = digest_of(self._begun.hash_name, data).hex()
+        info = self._same_stored(name, len(data), digest)
+        if info is None:
+            info = with_retries(lambda: _send(self._store, name, data), self._policy)
+        return ManifestFile(
+            path=name, size_bytes=len(data), etag=info.etag, source_etag=info.etag, checked_by=WRITTEN, digest=digest
+        )
+
+    def _same_stored(self, name: str, size_bytes: int, digest: str) -> ObjectInfo | None:
+        try:
+            info = with_retries(lambda: self._store.stat(name), self._policy)
+        except ObjectNotFound:
+            return None
+        if info.size_bytes != size_bytes:
+            return None
+        hasher = new_hasher(self._begun.hash_name)
+        buffer = memoryview(bytearray(min(PIECE_BYTES, size_bytes)))
+        for place in ranges_of(fixed_bounds(size_bytes, PIECE_BYTES)):
+            view = buffer[: place.size_bytes]
+            with_retries(lambda place=place, view=view: self._store.read_into(name, place, view), self._policy)  # type: ignore[misc]
+            hasher.update(view)
+        return info if hasher.hexdigest() == digest else None
+
+
+def check_extra_files(files: Mapping[str, Contents]) -> Problems:
+    """Return every reason why these files cannot be stored beside the weights."""
+    problems = Problems()
+    for name, contents in files.items():
+        try:
+            unsafe = not is_safe_path(check_key(name))
+        except StoreError:
+            unsafe = True
+        if unsafe:
+            problems.add(f"{quote(name)} is no relative path of a file")
+        elif name in OWN_KEYS or name == INDEX_KEY or name.endswith(SUFFIX):
+            problems.add(f"{quote(name)} is a name that the save uses itself")
+        elif not isinstance(contents, bytes) and not os.path.isfile(contents):
+            problems.add(f"{quote(name)}: no such file: {quote(os.fspath(contents))}")
+    return problems
+
+
+def _read_file(path: os.PathLike[str] | str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise SaveRefused(f"an extra file cannot be read: {error.strerror}", path=os.fspath(path)) from error
+
+
+def _send(store: ObjectStore, key: str, data: bytes) -> ObjectInfo:
+    if len(data) <= PIECE_BYTES:
+        return store.put(key, data)
+    with store.upload(key) as upload:
+        for place in ByteRange(0, len(data)).split(PIECE_BYTES):
+            upload.write(memoryview(data)[place.start : place.end])
+        return upload.complete()
+
+
+def _conflict(store: ObjectStore, **details: Any) -> SaveConflict:
+    return SaveConflict(
+        "another save or publish wrote to this URI while this save ran",
+        hint="let one job save to a URI at a time, and save again",
+        uri=store.uri,
+        **details,
+    )

@@ -1,0 +1,75 @@
+"""Objects that several processes write together, in parts, and objects that are written only on a condition.
+
+    begin_parts(key) --> id: plain text, which any process may use
+    put_part(key, id, number, start, data)        in any order, from any process, again if need be
+    complete_parts(key, id, parts, size_bytes)    makes the object visible, whole
+    abort_parts(key, id)                          removes what was sent
+
+On S3 that is a multipart upload. On a file system it is a hidden file beside the final one, written at positions. The
+parts of a killed writer stay until somebody completes or aborts them, so that a later process can continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from storage.stores.object_store import ObjectInfo
+
+MIN_PART_BYTES = 5 << 20  # S3's limit for all parts except the last
+MAX_PARTS = 10_000  # S3's limit for one object
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part that the store has."""
+
+    number: int  # from 1, as S3 counts
+    size_bytes: int
+    tag: str  # proves the version of the part; "" if the store keeps none
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """An object that was begun and is neither complete nor aborted."""
+
+    key: str
+    upload: str  # the id for `put_part`
+    size_bytes: int  # of the parts sent so far; 0 if the store does not report it
+
+
+@runtime_checkable
+class WritesParts(Protocol):
+    """A store in which several processes can write one object. Methods raise the errors of `storage.errors`."""
+
+    def begin_parts(self, key: str) -> str:
+        """Begin an object and return the id of its upload."""
+        ...
+
+    def put_part(self, key: str, upload: str, number: int, start: int, data: memoryview) -> str:
+        """Write part `number`, which begins at byte `start`, and return its tag. It is durable after that."""
+        ...
+
+    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
+        """Return the parts that the store can name; None if it cannot. Raises ObjectNotFound for an ended upload."""
+        ...
+
+    def complete_parts(self, key: str, upload: str, parts: Sequence[tuple[int, str]], size_bytes: int) -> ObjectInfo:
+        """Make the object visible, from all its parts (number, tag) in order."""
+        ...
+
+    def abort_parts(self, key: str, upload: str) -> None:
+        """Remove what was sent. No error if the upload is over."""
+        ...
+
+    def open_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield the uploads that were begun, of keys with that prefix, in no order."""
+        ...
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> ObjectInfo:
+        """Write a small object whole if the stored one has that ETag, or if none exists when `etag` is None.
+
+        Raises ObjectChanged if not.
+        """
+        ...

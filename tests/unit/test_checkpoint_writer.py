@@ -1,0 +1,283 @@
+"""The layout of a save, and the writer: parts in any order, a commit that replaces a revision, a continued save."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.saving.writer import Begun, CheckpointWriter, PartsDiffer, begin_save
+from cluster.errors import SaveConflict, SaveError, SaveRefused
+from cluster.saving.shards import ShardLayout, TensorSpec, lay_out, part_bounds, revision_of_file
+from storage.checkpoints.checkpoint import open_model
+from storage.checkpoints.checkpoint_files import SAVE_JOURNAL_KEY
+from storage.checkpoints.manifest import MANIFEST_KEY
+from storage.checkpoints.model_index import chunk_bounds
+from storage.checkpoints.safetensors_header import parse_header
+from storage.publishing.publish import publish
+from storage.publishing.saves import list_saves, parse_journal, remove_leftovers
+from storage.publishing.verify import verify
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.local import LocalStore
+from storage.stores.object_store import ByteRange, ObjectStore
+from storage.stores.open_store import open_store
+from storage.stores.parts import MAX_PARTS, MIN_PART_BYTES
+from storage.stores.requests import RetryPolicy
+from tests.support.s3_servers import make_bucket, server_ref
+
+CHUNK = 1 << 20
+POLICY = RetryPolicy(attempts=1)
+
+
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
+    if request.param == "local":
+        yield LocalStore(tmp_path / "model")
+        return
+    server: EmbeddedS3 = request.getfixturevalue("rclone")
+    name = f"save-{random.randrange(1 << 60):x}"
+    make_bucket(server, name)
+    with closing(open_store(server_ref(server, f"{name}/model"), server.credentials())) as opened:
+        yield opened
+
+
+def arrays(seed: int = 0) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        "b.wide": random.integers(0, 255, (700, 9000), dtype=np.uint8),
+        "a.matrix": random.standard_normal((1024, 3000)).astype(np.float32),
+        "none": np.zeros((0, 4), np.float16),
+        "scalar": np.array(3, np.int64),
+        "Zoë": random.standard_normal(7).astype(np.float32),
+    }
+
+
+def specs_of(model: dict[str, np.ndarray]) -> list[TensorSpec]:
+    names = {"uint8": "U8", "float32": "F32", "float16": "F16", "int64": "I64"}
+    return [TensorSpec(name, names[str(array.dtype)], array.shape) for name, array in model.items()]
+
+
+def begin(store: ObjectStore, model: dict[str, np.ndarray], **more: bool) -> tuple[tuple[ShardLayout, ...], Begun]:
+    layouts = lay_out(specs_of(model), revision="0", max_shard_bytes=8_000_000, chunk_bytes=CHUNK)
+    return begin_save(store, layouts, chunk_bytes=CHUNK, policy=POLICY, **more)
+
+
+def ranges(layouts: tuple[ShardLayout, ...], model: dict[str, np.ndarray], piece_bytes: int) -> list:
+    found = []
+    for shard, layout in enumerate(layouts):
+        for tensor in layout.tensors:
+            data = memoryview(model[tensor.name].tobytes())
+            for at in range(0, len(data), piece_bytes):
+                found.append((shard, tensor.start + at, data[at : at + piece_bytes]))
+    random.Random(1).shuffle(found)
+    return found
+
+
+def write_all(writer: CheckpointWriter, layouts: tuple[ShardLayout, ...], model: dict[str, np.ndarray]) -> None:
+    for shard, start, data in ranges(layouts, model, 300_001):
+        writer.write(shard, start, data)
+
+
+def save(store: ObjectStore, model: dict[str, np.ndarray]) -> str:
+    layouts, begun = begin(store, model)
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(writer, layouts, model)
+    return writer.commit(extra_files={"config.json": b"{}"}).revision
+
+
+def stored(store: ObjectStore, key: str) -> bytes:
+    data = bytearray(store.stat(key).size_bytes)
+    store.read_into(key, ByteRange(0, len(data)), memoryview(data))
+    return bytes(data)
+
+
+def test_files_are_those_of_save_file(store: ObjectStore, tmp_path: Path) -> None:
+    model = arrays()
+    revision = save(store, model)
+    index = open_model(store)
+    assert (index.revision, index.source) == (revision, "manifest")
+    for shard in index.shards:
+        part = {t.name: model[t.name] for t in index.tensors if index.shards[t.shard] is shard}
+        safetensors.numpy.save_file(part, tmp_path / "expected", {"format": "pt"})
+        assert stored(store, shard.key) == (tmp_path / "expected").read_bytes()
+    weight_map = json.loads(stored(store, "model.safetensors.index.json"))["weight_map"]
+    assert weight_map == {t.name: index.shards[t.shard].key for t in index.tensors}
+    report = verify(store)
+    assert report.ok, report
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()
+    assert publish(store, chunk_bytes=CHUNK).unchanged
+
+
+def test_the_next_revision_has_files_of_its_own(store: ObjectStore) -> None:
+    first = save(store, arrays())
+    files = {shard.key for shard in open_model(store).shards}
+    second = save(store, arrays(1))
+    index = open_model(store)
+    assert index.revision == second != first
+    assert files.isdisjoint(shard.key for shard in index.shards)
+    assert verify(store).ok
+    report = list_saves(store, revision_of_file, POLICY)
+    assert {item.key for item in report.leftovers} == files
+    remove_leftovers(store, report.leftovers, POLICY)
+    assert verify(store).ok
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()
+
+
+def test_an_interrupted_save_is_continued(store: ObjectStore) -> None:
+    before = save(store, arrays())
+    model = arrays(2)
+    layouts, begun = begin(store, model)
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    for shard, start, data in ranges(layouts, model, 300_001)[:-5]:
+        writer.write(shard, start, data)
+    done = writer.written_bytes
+    writer.note([], now=True)
+    assert 0 < done < sum(layout.size_bytes for layout in layouts)
+    with pytest.raises(SaveError, match="parts were not written"):
+        writer.commit()
+    assert open_model(store).revision == before
+    layouts, again = begin(store, model)
+    assert again.revision == begun.revision
+    writer = CheckpointWriter(store, layouts, again, policy=POLICY)
+    write_all(writer, layouts, model)
+    assert writer.reused_bytes == done
+    assert writer.written_bytes == sum(layout.size_bytes for layout in layouts) - done
+    assert writer.commit().revision == open_model(store).revision
+    assert verify(store).ok
+
+
+def test_parts_with_other_bytes_are_sent_again(store: ObjectStore) -> None:
+    layouts, begun = begin(store, arrays(3))
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(writer, layouts, arrays(3))
+    writer.note([], now=True)
+    layouts, begun = begin(store, arrays(4))
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    try:
+        write_all(writer, layouts, arrays(4))
+    except PartsDiffer:  # rclone cannot replace a part
+        layouts, begun = begin(store, arrays(4), anew=True)
+        writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+        write_all(writer, layouts, arrays(4))
+    writer.commit()
+    assert verify(store).ok
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()
+
+
+def test_complete_files_are_not_changed(store: ObjectStore) -> None:
+    """A save that was killed between its files and its manifest."""
+    model = arrays(5)
+
+    def stop(step: str) -> None:
+        if step == "files":
+            raise KeyboardInterrupt
+
+    layouts, begun = begin(store, model)
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(writer, layouts, model)
+    with pytest.raises(KeyboardInterrupt):
+        writer.commit(on_step=stop)
+    other = arrays(6)
+    layouts, begun = begin(store, other)
+    assert set(begun.uploads) == {""}
+    with pytest.raises(PartsDiffer):
+        write_all(CheckpointWriter(store, layouts, begun, policy=POLICY), layouts, other)
+    layouts, begun = begin(store, model)
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(writer, layouts, model)
+    writer.commit()
+    assert writer.written_bytes == 0
+    assert verify(store).ok
+
+
+def test_another_layout_removes_what_was_left(store: ObjectStore) -> None:
+    layouts, begun = begin(store, arrays())
+    write_all(CheckpointWriter(store, layouts, begun, policy=POLICY), layouts, arrays())
+    save(store, {"w": np.arange(10, dtype=np.float32)})
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()
+    assert verify(store).ok
+
+
+def test_of_two_saves_the_later_one_wins(store: ObjectStore) -> None:
+    model = {"w": np.arange(10, dtype=np.float32)}
+    layouts, begun = begin(store, model)
+    first = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(first, layouts, model)
+    revision = save(store, model)
+    with pytest.raises(SaveConflict):
+        first.commit()
+    assert open_model(store).revision == revision
+
+
+def test_wrong_ranges_are_refused(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    model = {"w": np.arange(10, dtype=np.float32)}
+    layouts, begun = begin(store, model)
+    writer = CheckpointWriter(store, layouts, begun)
+    with pytest.raises(SaveError, match="outside"):
+        writer.write(0, 0, memoryview(b"x"))
+    write_all(writer, layouts, model)
+    with pytest.raises(SaveError, match="twice"):
+        write_all(writer, layouts, model)
+
+
+def test_damaged_journals_are_ignored(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    begin(store, arrays())
+    journal = (tmp_path / SAVE_JOURNAL_KEY).read_bytes()
+    assert parse_journal(journal) is not None
+    for damaged in (b"", b"{}", journal[:-2], journal.replace(b"model-", b"../del-"), b"[" * 100_000):
+        assert parse_journal(damaged) is None
+        (tmp_path / SAVE_JOURNAL_KEY).write_bytes(damaged)
+        save(store, arrays())
+        assert not (tmp_path / SAVE_JOURNAL_KEY).exists()
+
+
+def test_every_problem_of_the_tensors_is_listed() -> None:
+    specs = [TensorSpec("a", "F32", (2,)), TensorSpec("a", "F32", (2,)), TensorSpec("", "X9", (2,))]
+    with pytest.raises(SaveRefused, match=r"'a' twice; '' is no name.*; '' has a dtype"):
+        lay_out(specs, revision="0")
+    with pytest.raises(SaveRefused, match="no tensor"):
+        lay_out([], revision="0")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["F32", "BF16", "U8", "F4"]), st.integers(0, 40_000_000)), min_size=1),
+    st.integers(1 << 20, 100_000_000),
+    st.sampled_from([1 << 20, 8 << 20]),
+)
+def test_layouts_keep_every_rule(sizes: list[tuple[str, int]], max_shard_bytes: int, chunk_bytes: int) -> None:
+    specs = [TensorSpec(f"t{i}", dtype, (size, 2)) for i, (dtype, size) in enumerate(sizes)]
+    layouts = lay_out(specs, revision="abc", max_shard_bytes=max_shard_bytes, chunk_bytes=chunk_bytes)
+    assert sorted(t.name for layout in layouts for t in layout.tensors) == sorted(spec.name for spec in specs)
+    for layout in layouts:
+        header = parse_header(layout.header, layout.size_bytes)
+        assert header.tensors == layout.tensors
+        assert list(layout.chunk_ends) == chunk_bounds(header, layout.size_bytes, chunk_bytes)
+        assert len(layout.tensors) == 1 or layout.size_bytes - len(layout.header) <= max_shard_bytes
+        assert [c for part in layout.parts for c in layout.chunks_of(part)][-1].end == layout.size_bytes
+        assert all(part.size_bytes >= MIN_PART_BYTES for part in layout.parts[:-1])
+        assert all(part.size_bytes < MIN_PART_BYTES + 2 * chunk_bytes + len(layout.header) for part in layout.parts)
+        assert layout.parts[0].end >= len(layout.header)
+
+
+def test_a_huge_file_has_no_more_parts_than_s3_allows() -> None:
+    chunks = range(8 << 20, (8 << 20) * 200_000, 8 << 20)
+    ends = part_bounds(chunks, 1000)
+    assert len(ends) <= MAX_PARTS
+    assert ends[-1] == chunks[-1]
+    assert set(ends) <= set(chunks)
+
+
+def test_a_manifest_of_a_save_says_so(tmp_path: Path) -> None:
+    save(LocalStore(tmp_path), arrays())
+    entries = json.loads((tmp_path / MANIFEST_KEY).read_bytes())
+    assert {entry["checked_by"] for entry in (*entries["shards"], *entries["files"])} == {"written"}
