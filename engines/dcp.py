@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint (DCP) with published Hugging Face checkpoints: each rank reads what its shards need.
 
     dcp.load(state_dict, storage_reader=LongshoreReader(uri))
+    dcp.save(state_dict, storage_writer=LongshoreWriter(uri))
 
     read_metadata        the index of the model, verified ------> names, shapes and dtypes for DCP's planner
     prepare_local_plan   each rank says on which machine it is
@@ -9,6 +10,9 @@
 
 DCP's own planner decides which boxes a rank needs, for any placement of DTensors and for plain tensors. The reader
 needs no collectives of its own, so it also works with `no_dist=True` and with groups of some ranks.
+
+The writer is `cluster.save`, which makes its own plan of who writes what, and writes a published checkpoint. Nothing of
+DCP's own plan is used but the list of names.
 """
 
 from __future__ import annotations
@@ -29,14 +33,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from actors.devices.convert import torch_dtype
 from actors.reader.open_model import FoundModel, OpenModel, find_model, open_found
+from actors.saving.save import SaveReport, save
 from cluster.config import Config
-from cluster.errors import ConfigError, LayoutError
+from cluster.errors import ConfigError, LayoutError, SaveRefused
 from cluster.options import LoadOptions, collect
 from storage.checkpoints.model_index import Tensor
 from storage.errors import RevisionMismatch
@@ -204,6 +209,74 @@ class LongshoreReader(StorageReader):
         found, self._found = self._found, None
         if found is not None:
             found.store.close()
+
+
+class LongshoreWriter(StorageWriter):
+    """A storage writer of DCP that writes a published checkpoint of safetensors files, with `cluster.save`."""
+
+    def __init__(self, uri: str | os.PathLike[str], *, process_group: Any = None, **options: Any) -> None:
+        """Name the checkpoint. Nothing is written yet.
+
+        Args:
+            uri: As for `cluster.save`: an S3 URI, or a folder that all ranks share.
+            process_group: The group that `dcp.save` gets. None: all ranks of torch.distributed, or this process alone.
+            options: Passed on to `cluster.save`: `extra_files`, `endpoint_url`, `max_shard_bytes`, ...
+
+        Example:
+            ```python
+            writer = LongshoreWriter("s3://models/run-7", extra_files=["config.json"])
+            torch.distributed.checkpoint.save(model.state_dict(), storage_writer=writer)
+            print(writer.report.revision)
+            ```
+        """
+        self._uri: str | os.PathLike[str] = uri
+        self._process_group = process_group
+        self._options = options
+        self.report: SaveReport | None = None  # of the last save
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: DCP is to choose this writer for no path by itself. Pass one as `storage_writer`."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save. `checkpoint_id`: URI of another checkpoint, or None."""
+        self.report = None
+        if checkpoint_id is not None:
+            self._uri = checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: every rank takes part in the save."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's share of the checkpoint, together with all other ranks. It is complete when this returns.
+
+        Raises:
+            SaveRefused: The planner is none of DCP's own, or `cluster.save` refuses the state dict.
+            SaveConflict: Another save or publish wrote to the URI meanwhile.
+            SaveError: Another rank ended the save or died.
+            StoreError: The store cannot be written.
+        """
+        state = getattr(planner, "state_dict", None)
+        if not isinstance(state, dict):
+            raise SaveRefused(
+                f"{type(planner).__name__} has no state_dict to save", hint="pass no planner, or a DefaultSavePlanner"
+            )
+        self.report = save(state, self._uri, process_group=self._process_group, **self._options)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing: `write_data` has published the checkpoint."""
 
 
 def _metadata_of(tensor: Tensor) -> TensorStorageMetadata:

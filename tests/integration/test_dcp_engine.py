@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cluster
 from cluster.config import Config
-from cluster.errors import ConfigError, LayoutError
-from engines.dcp import LongshoreReader
+from cluster.errors import ConfigError, LayoutError, SaveRefused
+from engines.dcp import LongshoreReader, LongshoreWriter
 from storage.errors import IntegrityError, ObjectNotFound
 from tests.support.counting_proxy import CountingProxy
 from tests.support.dcp_job import WORLD, run_job, stored_tensors
@@ -84,6 +84,28 @@ def test_a_rank_reads_the_chunks_of_its_slice_only(stored: StoredModel, tmp_path
     slice_bytes = stored_tensors()["rows"].chunk(WORLD)[-1].nbytes
     assert found[-1]["report"]["read_bytes"] == slice_bytes
     assert len(chunks) <= slice_bytes // CHUNK_BYTES + 2
+
+
+def test_ranks_save_a_checkpoint_that_others_load(stored: StoredModel, tmp_path: Path) -> None:
+    with CountingProxy(stored.server.endpoint_url) as proxy:
+        more = {"SAVED": str(tmp_path / "saved")}
+        found = run_job("save", tmp_path, {**variables(stored, proxy), **more})
+    assert [rank["wrong"] for rank in found] == [[]] * WORLD
+    with cluster.safe_open(tmp_path / "saved", config=SETTINGS) as opened:
+        assert {opened.revision} == {rank["revision"] for rank in found}
+        assert opened.keys() == sorted(set(stored_tensors()) - {"unused"})
+
+
+def test_a_state_dict_with_other_objects_is_refused(tmp_path: Path) -> None:
+    writer = LongshoreWriter(tmp_path / "saved")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"weight": torch.ones(3), "step": 5}, storage_writer=writer, no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, SaveRefused)
+    assert "step" in str(error)
+    dcp.save({"weight": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    with cluster.safe_open(tmp_path / "saved") as opened:
+        assert torch.equal(opened.get_tensor("weight"), torch.ones(3))
 
 
 def test_one_process_and_a_model_that_was_not_published(tmp_path: Path) -> None:

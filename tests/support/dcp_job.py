@@ -83,24 +83,33 @@ def local_bytes(value: Any) -> bytes:
     return bytes(local.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def make_reader() -> Any:
+def settings() -> Any:
     from cluster.config import Config
+
+    return Config.model_validate(json.loads(os.environ["SETTINGS"]))
+
+
+def make_reader() -> Any:
     from engines.dcp import LongshoreReader
 
-    settings = Config.model_validate(json.loads(os.environ["SETTINGS"]))
     return LongshoreReader(
-        os.environ["URI"], endpoint_url=os.environ["ENDPOINT"], region=os.environ["REGION"], settings=settings
+        os.environ["URI"], endpoint_url=os.environ["ENDPOINT"], region=os.environ["REGION"], settings=settings()
     )
 
 
 def main(case: str) -> dict[str, Any]:
-    """Run one rank. "all": every rank loads. "alone": only the last one loads its rows, while the others wait."""
+    """Run one rank. "all": every rank loads. "alone": only the last one loads its rows, while the others wait.
+
+    "save": `save_and_load`.
+    """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     rank = dist.get_rank()
     reader = make_reader()
+    if case == "save":
+        return save_and_load(rank)
     if case == "alone":
         rows = {"rows": make_state(rank)["rows"]}
         if rank == WORLD - 1:
@@ -114,6 +123,34 @@ def main(case: str) -> dict[str, Any]:
     wrong = [name for name, value in ours.items() if local_bytes(value) != local_bytes(theirs[name])]
     wrong += [name for name, value in ours.items() if len(local_bytes(value)) and not any(local_bytes(value))]
     return {"wrong": wrong, "report": reader.report, "bytes": sum(len(local_bytes(each)) for each in ours.values())}
+
+
+def save_and_load(rank: int) -> dict[str, Any]:
+    """Save what torch's reader has loaded, and load it again into other placements."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, zeros
+
+    from engines.dcp import LongshoreReader, LongshoreWriter
+
+    state = make_state(rank)
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(os.environ["FOLDER"]))
+    writer = LongshoreWriter(os.environ["SAVED"], chunk_bytes=1 << 20)
+    dcp.save(state, storage_writer=writer)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    again = {
+        name: zeros(*each.shape, dtype=each.dtype, device_mesh=mesh, placements=[Shard(0)])
+        for name, each in state.items()
+        if each.dim() == 2
+    }
+    dcp.load(again, storage_reader=LongshoreReader(writer.report.uri, settings=settings()))
+    wrong = []
+    for name, value in again.items():
+        expected = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+        if not torch.equal(value.full_tensor(), expected):
+            wrong.append(name)
+    return {"wrong": wrong, "revision": writer.report.revision}
 
 
 def expected_rows() -> bytes:
