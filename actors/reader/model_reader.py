@@ -379,10 +379,11 @@ class ModelReader(ChunkLoader):
         first, end = self._first_row[tensor.shard], self._first_row[tensor.shard + 1]
         return int(first + np.searchsorted(self._tables.chunks.end[first:end], tensor.end, side="right"))
 
-    def prefetch(self, boxes: Iterable[tuple[Tensor, Sequence[int], Sequence[int]]]) -> None:
+    def prefetch(self, boxes: Iterable[tuple[Tensor, Sequence[int], Sequence[int]]], *, only: bool = False) -> None:
         """Fetch what (tensor, offsets, sizes) touch, in this order, meanwhile. Raises ReaderClosed.
 
-        Chunks that several of them touch stay for the next one, as many as are fetched ahead.
+        Chunks that several of them touch stay for the next one, as many as are fetched ahead. `only`: all others are
+        passed by.
         """
         self._check_process()
         if self._reader_work.state.finished:
@@ -393,6 +394,12 @@ class ModelReader(ChunkLoader):
                 planned += range(*self._chunks_of(tensor))
             else:
                 planned += self._items(tensor, tensor.shape, offsets, sizes).chunk_ids().tolist()
+        if only:
+            end = 0
+            for chunk in [*sorted(set(planned)), len(self._tables.chunks)]:
+                if chunk > end:
+                    self._reader_work.pass_by(end, chunk)
+                end = chunk + 1
         with self._ahead_lock:
             self._ahead.plan(planned)
             first = self._ahead.before_read()

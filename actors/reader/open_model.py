@@ -14,6 +14,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,7 +31,7 @@ from cluster.messages import NodeJob
 from cluster.options import LoadOptions, collect
 from cluster.planning.make_plan import read_index
 from cluster.planning.packed_plan import ReaderTables
-from cluster.request import make_request
+from cluster.request import LoadRequest, make_request
 from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import NodeReport
 from storage.arena.arena_files import SHM_DIRECTORY
@@ -40,6 +41,7 @@ from storage.host.memory import available_host_bytes, free_bytes
 from storage.host.processes import ProcessId
 from storage.problems import quote
 from storage.store_ref import Credentials
+from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
 
 if TYPE_CHECKING:
@@ -232,7 +234,7 @@ class OpenModel:
         """
         return TensorSlice(self, self._tensor(name))
 
-    def prefetch(self, names: Iterable[str | tuple[str, Sequence[slice]]]) -> None:
+    def prefetch(self, names: Iterable[str | tuple[str, Sequence[slice]]], *, only: bool = False) -> None:
         """Start to fetch tensors that will be read, in this order. Returns at once.
 
         A chunk that a later one of them needs again stays, if not more do than are fetched ahead.
@@ -240,6 +242,8 @@ class OpenModel:
         Args:
             names: Names of tensors, or (name, slices with one of each dimension and without steps). What has not been
                 read yet is limited, so prefetching all of a large model is no problem.
+            only: Nothing else will be read, so other readers of the group need not wait for this one. Other tensors can
+                still be read.
 
         Raises:
             TensorNotFound: The model has no such tensor.
@@ -257,7 +261,21 @@ class OpenModel:
             sizes = [max(0, end - start) for start, end in ranges] if slices else list(tensor.shape)
             if math.prod(sizes):
                 boxes.append((tensor, offsets, sizes))
-        self._reader.prefetch(boxes)
+        self._reader.prefetch(boxes, only=only)
+
+    def lazy_tensor(self, name: str) -> LazyTensor:
+        """Return one tensor, or a view of it, that is read when it is copied, for loaders of engines.
+
+        Args:
+            name: Name of the tensor.
+
+        Returns:
+            The lazy tensor (`actors.reader.lazy_tensor`).
+
+        Raises:
+            TensorNotFound: The model has no such tensor.
+        """
+        return self._lazy(self._tensor(name))
 
     def lazy_tensors(self) -> Iterator[tuple[str, LazyTensor]]:
         """Iterate over (name, lazy tensor) in the order of storage, for loaders of engines.
@@ -433,12 +451,46 @@ def safe_open(
         raise ConfigError(f"a group of {members} has members 0 to {members - 1}, not {member}")
     if FRAMEWORKS[framework] == "np" and device != "cpu":
         raise ConfigError(f"numpy arrays are on the CPU, not on {device!r:.40}")
-    own = config or Config.from_env()
-    request = make_request(options, own.public_keys())
-    own.source_rules().check(request.store.ref, options.credentials)
-    store = open_store(request.store.ref, request.store.credentials, read_timeout_s=own.read_timeout_s)
+    found = find_model(options, config or Config.from_env())
+    return open_found(found, framework, device, group=group, member=member, members=members, cache=cache)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model whose index was read, and nothing else. `open_found` takes it over; otherwise close its store."""
+
+    request: LoadRequest
+    index: ModelIndex
+    store: ObjectStore
+    settings: Config
+
+
+def find_model(options: LoadOptions, settings: Config) -> FoundModel:
+    """Read the index of a model, verified. Raises as `safe_open`."""
+    request = make_request(options, settings.public_keys())
+    settings.source_rules().check(request.store.ref, options.credentials)
+    store = open_store(request.store.ref, request.store.credentials, read_timeout_s=settings.read_timeout_s)
     try:
-        index = read_index(store, request, chunk_bytes=own.chunk_bytes, trust=TrustPolicy.of(own))
+        index = read_index(store, request, chunk_bytes=settings.chunk_bytes, trust=TrustPolicy.of(settings))
+        return FoundModel(request, index, store, settings)
+    except BaseException:
+        store.close()
+        raise
+
+
+def open_found(
+    found: FoundModel,
+    framework: str = "pt",
+    device: str | int = "cpu",
+    *,
+    group: str | None = None,
+    member: int = 0,
+    members: int = 1,
+    cache: bool = True,
+) -> OpenModel:
+    """Open a model that was found. Arguments and errors are those of `safe_open`."""
+    request, index, store, own = found.request, found.index, found.store, found.settings
+    try:
         tables = ReaderTables.of(index.shards, index.chunks)
         load_id = f"reader-{uuid.uuid4().hex[:12]}" if group is None else _group_id(group, request.uri)
         job = NodeJob(

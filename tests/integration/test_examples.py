@@ -86,6 +86,16 @@ def test_read_tensors(tmp_path: Path) -> None:
     assert lines[-1].startswith("read ")
 
 
+def test_dcp_load(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path, vocab_size=97)  # rows that two cannot share evenly
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = re.search(r"loss ([0-9.]+), (\d+) bytes", run(*launch, str(EXAMPLES / "dcp_load.py"), str(tmp_path)))
+    assert said is not None
+    ids = torch.arange(1, 33)[None]
+    assert float(said[1]) == pytest.approx(model_of(tmp_path)(input_ids=ids, labels=ids).loss.item(), abs=1e-3)
+    assert int(said[2]) <= sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+
+
 def test_fsdp2(longshore: Longshore, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path, vocab_size=97)  # rows that two cannot share evenly
     said = run(

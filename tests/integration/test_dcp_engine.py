@@ -1,0 +1,165 @@
+"""torch.distributed.checkpoint with `LongshoreReader`, beside torch's own reader of the same files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cluster
+from cluster.config import Config
+from cluster.errors import ConfigError, LayoutError, SaveRefused
+from engines.dcp import LongshoreReader, LongshoreWriter
+from storage.errors import IntegrityError, ObjectNotFound
+from tests.support.counting_proxy import CountingProxy
+from tests.support.dcp_job import WORLD, run_job, stored_tensors
+from tests.support.stored_models import CHUNK_BYTES, StoredModel, publish_to
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("process_host"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # one process is enough for some
+]
+
+SIZES = {"arena_bytes": 32 << 20, "slot_bytes": 1 << 20, "chunk_bytes": CHUNK_BYTES, "window_bytes": 16 << 20}
+SETTINGS = Config(**SIZES, group_patience_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def stored(s3_server: Any, tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+    """The checkpoint of `dcp_job` in three files."""
+    folder = tmp_path_factory.mktemp("dcp")
+    tensors = stored_tensors()
+    for number in range(3):
+        part = {name: tensors[name] for name in list(tensors)[number::3]}
+        save_file(part, folder / f"model-{number + 1:05}-of-00003.safetensors")
+    return publish_to(s3_server, folder, f"dcp-{os.getpid()}")
+
+
+def variables(stored: StoredModel, proxy: CountingProxy) -> dict[str, str]:
+    keys = stored.server.credentials()
+    return {
+        "AWS_ACCESS_KEY_ID": keys.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
+        "URI": stored.uri,
+        "ENDPOINT": proxy.endpoint_url,
+        "REGION": stored.server.region,
+        "FOLDER": str(stored.folder),
+        "SETTINGS": SETTINGS.model_dump_json(exclude_unset=True),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+
+
+def chunks_read(proxy: CountingProxy) -> list[tuple[str, tuple[int, int]]]:
+    read = [(one.path, one.range) for one in proxy.requests() if one.is_weights]
+    return [(path, span) for path, span in read if span is not None]
+
+
+def test_any_placement_is_bit_for_bit_that_of_torch(stored: StoredModel, tmp_path: Path) -> None:
+    with CountingProxy(stored.server.endpoint_url) as proxy:
+        found = run_job("all", tmp_path, variables(stored, proxy))
+        chunks = chunks_read(proxy)
+    assert [rank["wrong"] for rank in found] == [[]] * WORLD
+    assert len(chunks) == len(set(chunks)) > 0  # each leaves the store once, for all four ranks
+    tensors = stored_tensors()
+    needed_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name != "unused")
+    read_bytes = sum(end - begin for _, (begin, end) in chunks)
+    assert needed_bytes <= read_bytes < needed_bytes + 3 * CHUNK_BYTES  # "unused" has almost four chunks
+    assert all(rank["report"]["whole_reads"] == 0 for rank in found)
+    assert all(rank["report"]["shared"] for rank in found)
+
+
+def test_a_rank_reads_the_chunks_of_its_slice_only(stored: StoredModel, tmp_path: Path) -> None:
+    with CountingProxy(stored.server.endpoint_url) as proxy:
+        found = run_job("alone", tmp_path, variables(stored, proxy))
+        chunks = chunks_read(proxy)
+    assert [rank["wrong"] for rank in found] == [[]] * WORLD
+    slice_bytes = stored_tensors()["rows"].chunk(WORLD)[-1].nbytes
+    assert found[-1]["report"]["read_bytes"] == slice_bytes
+    assert len(chunks) <= slice_bytes // CHUNK_BYTES + 2
+
+
+def test_ranks_save_a_checkpoint_that_others_load(stored: StoredModel, tmp_path: Path) -> None:
+    with CountingProxy(stored.server.endpoint_url) as proxy:
+        more = {"SAVED": str(tmp_path / "saved")}
+        found = run_job("save", tmp_path, {**variables(stored, proxy), **more})
+    assert [rank["wrong"] for rank in found] == [[]] * WORLD
+    with cluster.safe_open(tmp_path / "saved", config=SETTINGS) as opened:
+        assert {opened.revision} == {rank["revision"] for rank in found}
+        assert opened.keys() == sorted(set(stored_tensors()) - {"unused"})
+
+
+def test_a_state_dict_with_other_objects_is_refused(tmp_path: Path) -> None:
+    writer = LongshoreWriter(tmp_path / "saved")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"weight": torch.ones(3), "step": 5}, storage_writer=writer, no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, SaveRefused)
+    assert "step" in str(error)
+    dcp.save({"weight": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    with cluster.safe_open(tmp_path / "saved") as opened:
+        assert torch.equal(opened.get_tensor("weight"), torch.ones(3))
+
+
+def test_one_process_and_a_model_that_was_not_published(tmp_path: Path) -> None:
+    tensors = stored_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = LongshoreReader(tmp_path, settings=SETTINGS)
+    for name in ("both", "whole"):  # one reader loads several times
+        state = {name: torch.zeros_like(tensors[name]).T.contiguous().T}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert torch.equal(state[name], tensors[name])
+    assert reader.report["read_bytes"] == tensors["whole"].nbytes
+    dcp.load(state, storage_reader=reader, checkpoint_id=tmp_path / "model.safetensors", no_dist=True)
+    assert torch.equal(state["whole"], tensors["whole"])
+
+
+def load_error(reader: LongshoreReader, state: dict[str, Any]) -> BaseException:
+    """Return the error of the only rank."""
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    (failure,) = caught.value.failures.values()
+    return failure[0]
+
+
+def test_flipped_bits_are_an_error(tmp_path: Path) -> None:
+    tensors = stored_tensors()
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    cluster.publish(tmp_path, chunk_bytes=CHUNK_BYTES)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    stat = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    reader = LongshoreReader(tmp_path, settings=SETTINGS)
+    state = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    assert isinstance(load_error(reader, state), IntegrityError)
+
+
+def test_typed_errors(tmp_path: Path) -> None:
+    import json
+    import struct
+
+    header = json.dumps({"packed": {"dtype": "F4", "shape": [2, 8], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(8)))
+    reader = LongshoreReader(tmp_path, settings=SETTINGS)
+    error = load_error(reader, {"packed": torch.zeros(2, 4)})
+    assert isinstance(error, LayoutError)
+    assert "uint8" in str(error)
+    state = {"packed": torch.zeros(2, 4, dtype=torch.uint8)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert state["packed"].flatten().tolist() == list(range(8))
+    missing = LongshoreReader(tmp_path / "nothing", settings=SETTINGS)
+    with pytest.raises(ObjectNotFound):
+        missing.read_metadata()
+    assert "nothing" in str(load_error(missing, state))  # as text: torch wraps what `read_metadata` raises
+    with pytest.raises(ConfigError, match="anonymous"):
+        LongshoreReader(tmp_path, anonymous="yes")  # type: ignore[arg-type]
