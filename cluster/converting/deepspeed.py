@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, TypeVar
 
+from cluster.converting.rank_files import clean_name
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
 from cluster.converting.torch_files import Opaque, StoredTensor, read_torch_file
 from cluster.errors import ConvertError
@@ -521,6 +523,10 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
             )
         except _Malformed as exc:
             problems.add(str(exc))
+    tensors = [replace(tensor, name=clean_name(tensor.name)) for tensor in tensors]
+    for name, count in Counter(tensor.name for tensor in tensors).items():
+        if count > 1:
+            problems.add(f"{quote(name)} is there {count} times, with different prefixes")
     if len(problems):
         raise _refused(store, problems)
     return Source(UNIVERSAL_FORMAT if universal else FORMAT, tuple(tensors), other_files(listing, step.folder))

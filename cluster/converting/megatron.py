@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from cluster.converting.dcp_files import METADATA_KEY, read_tensors
 from cluster.converting.megatron_names import FAMILIES, Shape, is_weight, to_hugging_face
 from cluster.converting.source import Source, other_files
-from cluster.errors import ConvertError
+from cluster.converting.torch_files import Opaque, read_torch_file
+from cluster.errors import ConvertError, UnsafePickle
 from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
 from storage.problems import Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
@@ -29,6 +30,9 @@ FORMAT = "Megatron-Core torch_dist"
 _FORMAT_KEY = "metadata.json"
 _POINTER = "latest_checkpointed_iteration.txt"
 _MAX_SMALL_BYTES = 64 << 10
+_COMMON_KEY = "common.pt"  # arguments of the training and other state, without weights
+_COMMON_ALLOWED = ("argparse.Namespace", "megatron.*", "numpy.*", "pathlib.*", "enum.*", "collections.defaultdict")
+_PLUS_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 _MAX_UNITS = 1_000_000  # layers times experts
 # Written by versions of Megatron before 0.16 beside torch's own.
 _ALLOWED = (
@@ -62,6 +66,7 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
     extra = other_files(listing, folder)
     shape = _read_shape(store, listing, extra.get("config.json"))
     problems = Problems()
+    _check_arguments(store, listing, folder, problems)
     stored = read_tensors(store, listing, folder, problems, wanted=is_weight, allowed=_ALLOWED)
     tensors = to_hugging_face(stored, shape, problems)
     if len(problems):
@@ -107,6 +112,23 @@ def _choose(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> str:
         hint = "save it again with --ckpt-format torch_dist"
         raise ConvertError(f"{quote(key)} names the format {quote(backend)}; only torch_dist is read", hint=hint)
     return chosen
+
+
+def _check_arguments(store: ObjectStore, listing: Mapping[str, ObjectInfo], folder: str, problems: Problems) -> None:
+    """Add a problem if the arguments of the training say that norms are stored less one. Nothing else tells it."""
+    key = folder + _COMMON_KEY
+    if key not in listing:
+        return
+    try:
+        common = read_torch_file(store, key, allowed=_COMMON_ALLOWED)
+    except UnsafePickle as exc:
+        hint = f"{_COMMON_KEY} is only looked at for arguments; without the file the checkpoint is converted unchecked"
+        raise UnsafePickle(exc.message, hint=hint) from exc
+    arguments = common.get("args") if isinstance(common, dict) else None
+    fields = arguments.state if isinstance(arguments, Opaque) and isinstance(arguments.state, dict) else {}
+    for name in _PLUS_ONE:
+        if fields.get(name) is True:
+            problems.add(f"{quote(key)} says {name}: norms are stored less one, which is not read")
 
 
 def _read_shape(store: ObjectStore, listing: Mapping[str, ObjectInfo], key: str | None) -> Shape:

@@ -112,7 +112,8 @@ def read_torch_file(
     Args:
         store: Where the file is.
         key: Its key.
-        allowed: Names of globals besides torch's that may be in the pickle. They become `Opaque` or `Global`.
+        allowed: Names of globals besides torch's that may be in the pickle. They become `Opaque` or `Global`. One such
+            as "megatron.*" allows all names of a package.
         within: The part of the object that is the file. Default: all of it.
 
     Returns:
@@ -342,7 +343,7 @@ class _Machine:
     def find(self, name: str) -> Global:
         head, _, tail = name.rpartition(".")
         of_torch = name in _CLASSES or (head == "torch" and (tail in DTYPES or tail in _STORAGES))
-        if of_torch or name in _CONSTRUCTORS or name in self.allowed:
+        if of_torch or name in _CONSTRUCTORS or name in self.allowed or f"{name.partition('.')[0]}.*" in self.allowed:
             return Global(name)
         raise UnsafePickle(
             f"{quote(self.file)} wants to import {quote(name)}, which no checkpoint of this format needs",

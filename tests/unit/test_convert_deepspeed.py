@@ -16,11 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import cluster
 from cluster.converting.deepspeed import Run, place_in_groups, place_in_ranks, read, recognise
 from cluster.converting.source import Source, SourceTensor
 from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
 from storage.problems import Problems
+from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.local import LocalStore
+from tests.support.s3_servers import make_bucket, notice
 from tests.support.trainer_checkpoints import assemble
 
 NAMES = ["zero1-bf16", "zero1-fp32", "zero2-bf16", "zero3-bf16", "zero3-fp32"]
@@ -81,6 +84,40 @@ def test_bf16_optimizer_is_read_though_its_stage_is_missing(deepspeed_checkpoint
     found = bits(deepspeed_checkpoints / "zero1-accumulating")
     assert_same(found, bits(deepspeed_checkpoints / "zero1-accumulating-universal"))
     assert found["first.weight"].dtype == np.uint32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero3-bf16", "zero3-bf16-universal"])
+def test_published_model_has_the_weights(deepspeed_checkpoints: Path, tmp_path: Path, name: str) -> None:
+    wanted = merged(deepspeed_checkpoints / f"{name.removesuffix('-universal')}.safetensors")
+    cluster.convert(deepspeed_checkpoints / name, tmp_path / "same", workers=2)
+    (file,) = (tmp_path / "same").glob("*.safetensors")
+    assert_same(merged(file), wanted)
+    report = cluster.convert(deepspeed_checkpoints / name, tmp_path / "cast", dtype="bfloat16")
+    assert report.format.startswith("DeepSpeed")
+    (file,) = (tmp_path / "cast").glob("*.safetensors")
+    with safe_open(file, "pt") as cast, safe_open(tmp_path / "same" / _only(tmp_path / "same"), "pt") as same:
+        for key in wanted:
+            one = same.get_tensor(key)
+            assert np.array_equal(
+                as_bits(cast.get_tensor(key)), as_bits(one.bfloat16() if one.is_floating_point() else one)
+            )
+
+
+@pytest.mark.slow
+def test_checkpoint_in_a_bucket_is_converted(deepspeed_checkpoints: Path, rclone: EmbeddedS3, tmp_path: Path) -> None:
+    make_bucket(rclone, "trained")
+    shutil.copytree(deepspeed_checkpoints / "zero3-fp32", rclone.folder / "trained" / "run")
+    notice(rclone, rclone.folder / "trained")
+    server = {"endpoint_url": rclone.endpoint_url, "credentials": rclone.credentials(), "region": "us-east-1"}
+    cluster.convert("s3://trained/run", "s3://trained/model", **server)
+    (file,) = (rclone.folder / "trained" / "model").glob("*.safetensors")
+    assert_same(merged(file), merged(deepspeed_checkpoints / "zero3-fp32.safetensors"))
+
+
+def _only(folder: Path) -> str:
+    (file,) = folder.glob("*.safetensors")
+    return file.name
 
 
 def drop(name: str) -> Callable[[Path], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+import cluster
 from cluster.converting.megatron import read, recognise
 from cluster.converting.megatron_names import Shape, to_hugging_face
 from cluster.converting.source import Source, SourceTensor, StoredPiece
@@ -46,6 +48,20 @@ def test_weights_are_those_of_hugging_face(megatron_checkpoints: Path, name: str
     assert found.extra_files == {"config.json": "config.json"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_published_model_answers_like_the_trained_one(megatron_checkpoints: Path, tmp_path: Path, name: str) -> None:
+    import torch
+    import transformers
+
+    report = cluster.convert(megatron_checkpoints / name / "megatron", tmp_path / "out")
+    assert report.format == "Megatron-Core torch_dist"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32").eval()
+    with torch.no_grad():
+        found = model(torch.tensor([[3, 1, 4, 1, 5, 92, 65, 35]])).logits  # TOKENS of the script
+    torch.testing.assert_close(found, torch.load(megatron_checkpoints / name / "logits.pt"))
+
+
 def edit(key: str, **fields: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / key
@@ -75,6 +91,22 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(ConvertError) as raised:
         source(tmp_path / "copy")
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.slow
+def test_norms_that_are_stored_less_one_are_refused(megatron_checkpoints: Path, tmp_path: Path) -> None:
+    import torch
+
+    shutil.copytree(megatron_checkpoints / "llama" / "megatron", tmp_path / "copy")
+    common = tmp_path / "copy" / ITERATION / "common.pt"
+    torch.save({"args": Namespace(apply_layernorm_1p=False, params_dtype=torch.bfloat16)}, common)
+    assert source(tmp_path / "copy").tensors
+    torch.save({"args": Namespace(apply_layernorm_1p=True)}, common)
+    with pytest.raises(ConvertError, match="apply_layernorm_1p"):
+        source(tmp_path / "copy")
+    torch.save({"args": Namespace(run=print)}, common)
+    with pytest.raises(UnsafePickle, match="without the file"):
+        source(tmp_path / "copy")
 
 
 @pytest.mark.slow
