@@ -22,6 +22,7 @@ pytest_plugins = [
     "tests.support.stored_models",
     "tests.support.family_checkpoints",
     "tests.support.trainer_checkpoints",
+    "tests.support.fsdp_checkpoints",
     "tests.support.last_words",
     "tests.support.last_exit",
 ]

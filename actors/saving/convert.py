@@ -58,7 +58,7 @@ def convert(
 
     Args:
         uri_or_path: Folder of the checkpoint, or one file: FSDP and verl ranks, torch DCP, DeepSpeed, Megatron-Core,
-            `.bin` and `.pt` state dicts, safetensors.
+            `.bin` and `.pt` state dicts, safetensors. Config and tokenizer files of a folder are copied.
         dest: Folder for the result. It may not be inside the source or around it.
         dtype: Dtype that floating-point tensors of 16 to 64 bits get: "bfloat16", "float16", "float32" or torch's own.
             None: all keep theirs.
@@ -121,7 +121,9 @@ def convert(
     target = Place(target_ref, credentials, config.read_timeout_s)
     if dry_run:
         return report_of(source, target, found, plan, workers=workers)
-    store = open_destination(dest, folder, options, credentials, config.read_timeout_s, rules)
+    store = open_destination(
+        dest, folder if only_key is None else uri_or_path, options, credentials, config.read_timeout_s, rules
+    )
     with contextlib.closing(store), contextlib.ExitStack() as stack:
         show = stack.enter_context(shown_progress(progress, lambda display: byte_counter(display, "convert")))
         report = run_conversion(

@@ -173,7 +173,7 @@ def coverage_problems(tensor: SourceTensor) -> Problems:
         if math.prod(piece.shape):
             boxes.append(piece)
     held = sum(math.prod(piece.shape) for piece in boxes)
-    if _overlap(boxes, tensor.shape):
+    if _overlap(boxes):
         problems.add(f"{name}: parts of it overlap")
     elif held < size:
         problems.add(f"{name}: {size - held} of {size} elements are in no file")
@@ -182,12 +182,14 @@ def coverage_problems(tensor: SourceTensor) -> Problems:
     return problems
 
 
-def _overlap(pieces: Sequence[StoredPiece], shape: Sequence[int]) -> bool:
+def _overlap(pieces: Sequence[StoredPiece]) -> bool:
     """Return whether two pieces share an element. Sorts along the axis that separates them best."""
     if len({piece.flat for piece in pieces}) > 1:
         return True  # no framework mixes both; nothing is guessed
     if len(pieces) < 2:
         return False
+    if not pieces[0].start:
+        return True  # a tensor without dimensions has one element
     axis = max(range(len(pieces[0].start)), key=lambda axis: len({piece.start[axis] for piece in pieces}))
     ordered = sorted(pieces, key=lambda piece: piece.start[axis])
     active: list[StoredPiece] = []

@@ -42,7 +42,7 @@ def find_source(store: ObjectStore, only_key: str | None = None) -> tuple[Source
 
     Args:
         store: Root of the source.
-        only_key: Use this file alone.
+        only_key: Use this file alone, and copy no others.
 
     Returns:
         The source, and the objects that were listed, by key.
@@ -52,9 +52,8 @@ def find_source(store: ObjectStore, only_key: str | None = None) -> tuple[Source
         UnsafePickle: A file names code that no checkpoint needs.
         StoreError: The store did not answer.
     """
-    listing = {info.key: info for info in store.list()}
-    if only_key is not None:
-        listing = {key: info for key, info in listing.items() if key == only_key}
+    infos = store.list() if only_key is None else [store.stat(only_key)]
+    listing = {info.key: info for info in infos}
     for one in FORMATS:
         if one.recognise(listing):
             return one.read(store, listing), listing

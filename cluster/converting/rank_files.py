@@ -391,7 +391,7 @@ def read_files(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
         if listing[INDEX].size_bytes > _MAX_INDEX_BYTES:
             raise ConvertError(f"{INDEX} has {listing[INDEX].size_bytes} bytes; at most {_MAX_INDEX_BYTES} are read")
         try:
-            wanted = parse_weight_map(read_bytes(store, INDEX, ByteRange(0, listing[INDEX].size_bytes)))
+            wanted = parse_weight_map(read_bytes(store, INDEX, ByteRange(0, listing[INDEX].size_bytes)), pickles=True)
         except InvalidIndex as error:
             raise ConvertError(f"{INDEX} is no index: {error.message}", hint=error.hint) from error
         keys = sorted(set(wanted.values()))

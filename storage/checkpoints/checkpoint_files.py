@@ -95,8 +95,11 @@ def choose_layout(keys: Collection[str], *, where: str) -> Layout:
     return Layout(None, tuple(own), tuple(key for key in files if key not in own))
 
 
-def parse_weight_map(data: bytes) -> dict[str, str]:
-    """Return {tensor name: shard key} from the JSON of an index. Raises InvalidIndex, which lists every problem."""
+def parse_weight_map(data: bytes, *, pickles: bool = False) -> dict[str, str]:
+    """Return {tensor name: shard key} from the JSON of an index. `pickles`: it is one of pickle files.
+
+    Raises InvalidIndex, which lists every problem.
+    """
     if len(data) > MAX_INDEX_BYTES:
         raise InvalidIndex(f"the index has {len(data)} bytes; at most {MAX_INDEX_BYTES} are read")
     values = json_values(data)
@@ -125,7 +128,7 @@ def parse_weight_map(data: bytes) -> dict[str, str]:
     for name, key in weight_map.items():
         if not isinstance(key, str):
             problems.add(f"tensor {quote(name)}: file is not a string: {quote(key)}")
-        elif key not in refused and (problem := _shard_problem(key)):
+        elif key not in refused and (problem := _shard_problem(key, pickles)):
             refused.add(key)
             problems.add(problem)
     if problems:
@@ -174,13 +177,13 @@ def _consolidated(key: str) -> bool:
     return key.startswith("consolidated")
 
 
-def _shard_problem(key: str) -> str:
+def _shard_problem(key: str, pickles: bool) -> str:
     try:
         check_key(key)
     except StoreError:
         return f"hostile path {quote(key)}"
-    if is_pickle(key):
-        return f"{quote(key)} is a pickle file"
+    if pickles or is_pickle(key):
+        return "" if pickles else f"{quote(key)} is a pickle file"
     return "" if key.endswith(SUFFIX) else f"{quote(key)} is not a safetensors file"
 
 

@@ -20,6 +20,9 @@ import numpy as np
 from botocore.awsrequest import HeadersDict
 from botocore.parsers import create_parser
 
+from cluster.converting.assembly import coverage_problems
+from cluster.converting.dcp_files import read_tensors
+from cluster.converting.rank_files import ALLOWED, join_ranks, state_of
 from cluster.converting.torch_files import load_pickle, read_torch_file
 from cluster.errors import ConvertError, ModelConfigError
 from cluster.layouts.model_config import parse_model_config
@@ -45,6 +48,7 @@ from storage.errors import (
     StoreError,
 )
 from storage.host.processes import ProcessId
+from storage.problems import Problems
 from storage.publishing.publish import JournalContents, parse_journal, publish
 from storage.publishing.signing import SigningKey, parse_signature, sign_manifest
 from storage.store_ref import SourceRules, parse_uri
@@ -312,6 +316,84 @@ def _torch_file(data: bytes) -> None:
     read_torch_file(MemoryStore({"file": data}), "file")
 
 
+def _dcp_metadata(data: bytes) -> None:
+    store = MemoryStore({".metadata": data, "__0_0.distcp": _torch_file_seeds()[0]})
+    listing = {info.key: info for info in store.list()}
+    read_tensors(store, listing, "", Problems())
+
+
+def _rank_pickle(data: bytes) -> None:
+    state = state_of(load_pickle(data, file="file", allowed=ALLOWED, storages={"0": (64, 24)}), "file")
+    for tensor in join_ranks([state, state], ["file", "file"], Problems()):
+        coverage_problems(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """An object in a pickle: `name` called with `args`, then given `state`. Without args: made without a call."""
+
+    name: str
+    args: tuple[Any, ...] | None = None
+    state: Any = None
+
+    def pickled(self) -> bytes:
+        head = f"c{self.name.rpartition('.')[0]}\n{self.name.rpartition('.')[2]}\n".encode()
+        if self.args is not None:
+            return head + _opcodes(self.args) + b"R"
+        return head if self.state is None else head + b")\x81" + _opcodes(self.state) + b"b"
+
+
+def _opcodes(value: Any) -> bytes:
+    """Return the opcodes that push a value."""
+    if isinstance(value, bytes):
+        return value  # opcodes already
+    if isinstance(value, _Made):
+        return value.pickled()
+    if isinstance(value, dict):
+        return b"}(" + b"".join(_opcodes(one) for pair in value.items() for one in pair) + b"u"
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(_opcodes, value)) + b"t"
+    if isinstance(value, list):
+        return b"](" + b"".join(map(_opcodes, value)) + b"e"
+    if isinstance(value, str):
+        return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+    return b"N" if value is None else b"J" + struct.pack("<i", value)
+
+
+def _dcp_seeds() -> list[bytes]:
+    metadata, storage = "torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem._StorageInfo"
+    chunk = _Made(f"{metadata}ChunkStorageMetadata", state={"offsets": (0, 0), "sizes": (2, 3)})
+    properties = _Made(f"{metadata}TensorProperties", state={"dtype": _Made("torch.float32")})
+    tensor = {"properties": properties, "size": (2, 3), "chunks": [chunk]}
+    index = {"fqn": "w", "offset": (0, 0), "index": 0}
+    info = {"relative_path": "__9_0.distcp", "offset": 0, "length": 9}
+    state = {
+        "state_dict_metadata": {"w": _Made(f"{metadata}TensorStorageMetadata", state=tensor)},
+        "storage_data": {_Made(f"{metadata}MetadataIndex", state=index): _Made(storage, state=info)},
+        "planner_data": {"w": ("model", "w")},
+    }
+    return [b"\x80\x02" + _opcodes(_Made(f"{metadata}Metadata", state=state)) + b"."]
+
+
+def _rank_seeds() -> list[bytes]:
+    tensor = "torch.distributed.tensor."
+    layout = [_Made("torch.distributed._mesh_layout._FlatLayout", state={"shape": (2,), "stride": (1,)})]
+    mesh = {
+        "_layout": _Made("torch.distributed._mesh_layout._MeshLayout", state={"axes": (*layout,)}),
+        "_coordinate_on_dim": (0,),
+    }
+    spec = {
+        "mesh": _Made("torch.distributed.device_mesh.DeviceMesh", state=mesh),
+        "placements": (_Made(f"{tensor}placement_types.Shard", state={"dim": 0}),),
+    }
+    local = PICKLE[PICKLE.index(b"ctorch._utils") : PICKLE.index(b"tR") + 2]
+    fields = {"_local_tensor": local, "_spec": _Made(f"{tensor}_dtensor_spec.DTensorSpec", state=spec)}
+    args = (_Made(f"{tensor}DTensor"), _Made("torch.float32"), (4, 3), (3, 1))
+    rebuild = (_Made("torch._utils._rebuild_wrapper_subclass"), _Made(f"{tensor}DTensor"), args, (None, fields))
+    made = {"w": _Made("torch._tensor._rebuild_from_type_v2", rebuild)}
+    return [b"\x80\x02" + _opcodes(made) + b"."]
+
+
 def _torch_file_seeds() -> list[bytes]:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -406,6 +488,8 @@ PARSERS = (
     Parser("disk_file_checksummed", _disk_file_checksummed, (DiskChunkUnusable,), _disk_seeds, False),
     Parser("disk_header", _disk_header, (DiskChunkUnusable,), _disk_seeds, False),
     Parser("torch_pickle", _torch_pickle, (ConvertError,), lambda: [PICKLE], False),
+    Parser("dcp_metadata", _dcp_metadata, (ConvertError,), _dcp_seeds, False),
+    Parser("rank_pickle", _rank_pickle, (ConvertError,), _rank_seeds, False),
     Parser("torch_file", _torch_file, (ConvertError,), _torch_file_seeds, False),
     Parser("disk_name", _disk_name, (), lambda: [chunk_name(CHUNK_KEY).encode()], False),
     Parser("slot_record", _slot_record, (), _slot_record_seeds, False),

@@ -1,0 +1,295 @@
+"""Conversions of real checkpoints: bit for bit what the frameworks make of them, or an error before a byte is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import uuid
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster
+from cluster.command_line.cli import main
+from storage.errors import LongshoreError
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.open_store import open_store
+from tests.support.s3_servers import make_bucket, server_ref
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+KINDS = ("fsdp2", "fsdp_tp", "hsdp", "tp", "fsdp1", "dcp", "titan", "accelerate", "hugging_face")
+
+
+def tensors_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors"):
+        found.update(safetensors_torch.load_file(file))
+    return found
+
+
+def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+def state(scale: int = 1) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "a.weight": torch.randn(300 * scale, 700, generator=generator),
+        "a.turned": torch.randn(500, 40, generator=generator).t(),
+        "a.half": torch.randn(33, 7, generator=generator).bfloat16(),
+        "a.steps": torch.arange(9),
+        "a.scalar": torch.tensor(2.5),
+        "a.none": torch.zeros(0, 3),
+        "a.mask": torch.tensor([True, False]),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_result_is_what_torch_gathers(fsdp_checkpoints: Path, kind: str, tmp_path: Path) -> None:
+    report = cluster.convert(fsdp_checkpoints / kind, tmp_path / "out", progress=False)
+    assert report.verified
+    expected = torch.load(fsdp_checkpoints / f"{kind}.expected.pt", weights_only=True)
+    check_equal(tensors_in(tmp_path / "out"), expected)
+
+
+@pytest.mark.slow
+def test_result_is_that_of_the_frameworks_own_mergers(fsdp_checkpoints: Path, tmp_path: Path) -> None:
+    cluster.convert(fsdp_checkpoints / "accelerate", tmp_path / "a", progress=False)
+    check_equal(tensors_in(tmp_path / "a"), tensors_in(fsdp_checkpoints / "accelerate_merged"))
+    cluster.convert(fsdp_checkpoints / "dcp", tmp_path / "d", progress=False)
+    merged = torch.load(fsdp_checkpoints / "dcp_merged.pt", weights_only=True)
+    check_equal(tensors_in(tmp_path / "d"), merged["model"])
+    cluster.convert(fsdp_checkpoints / "fsdp2", tmp_path / "v", progress=False)
+    pytest.importorskip("torch.distributed.tensor")  # to load DTensors
+    ranks = [
+        torch.load(fsdp_checkpoints / f"fsdp2/model_world_size_4_rank_{rank}.pt", weights_only=True)
+        for rank in range(4)
+    ]
+    joined = {
+        name: torch.cat([rank[name].to_local() for rank in ranks]) if hasattr(one, "to_local") else one
+        for name, one in ranks[0].items()
+    }  # as verl's merger does it
+    check_equal(tensors_in(tmp_path / "v"), joined)
+
+
+@pytest.mark.slow
+def test_all_problems_are_listed_before_a_byte_is_written(fsdp_checkpoints: Path, tmp_path: Path) -> None:
+    source = tmp_path / "ranks"
+    shutil.copytree(fsdp_checkpoints / "fsdp2", source)
+    (source / "model_world_size_4_rank_1.pt").unlink()
+    (source / "model_world_size_4_rank_3.pt").rename(source / "model_world_size_4_rank_7.pt")
+    with pytest.raises(cluster.ConvertError) as caught:
+        cluster.convert(source, tmp_path / "out", progress=False)
+    for text in ("rank 1 of 4 is missing", "rank 3 of 4 is missing", "rank_7.pt"):
+        assert text in str(caught.value)
+    shutil.copy(fsdp_checkpoints / "fsdp2/model_world_size_4_rank_0.pt", source / "model_world_size_2_rank_0.pt")
+    with pytest.raises(cluster.ConvertError, match="files of 2 jobs"):
+        cluster.convert(source, tmp_path / "out", progress=False)
+    smaller = tmp_path / "smaller"  # two ranks of four, which claim to be all
+    smaller.mkdir()
+    for rank in range(2):
+        shutil.copy(
+            fsdp_checkpoints / f"fsdp2/model_world_size_4_rank_{rank}.pt",
+            smaller / f"model_world_size_2_rank_{rank}.pt",
+        )
+    with pytest.raises(cluster.ConvertError, match="are in no file"):
+        cluster.convert(smaller, tmp_path / "out", progress=False)
+    broken = tmp_path / "dcp"
+    shutil.copytree(fsdp_checkpoints / "dcp", broken)
+    (broken / "__1_0.distcp").unlink()
+    with open(broken / "__2_0.distcp", "r+b") as file:
+        file.truncate(100)
+    with pytest.raises(cluster.ConvertError) as caught:
+        cluster.convert(broken, tmp_path / "out", progress=False)
+    assert "__1_0.distcp" in str(caught.value)
+    assert "__2_0.distcp" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_state_dicts_keep_their_bits(tmp_path: Path) -> None:
+    whole = state()
+    names = sorted(whole)
+    source = tmp_path / "in"
+    source.mkdir()
+    weight_map = {}
+    for number, some in enumerate((names[:3], names[3:])):
+        file = f"pytorch_model-{number + 1:05d}-of-00002.bin"
+        torch.save({name: whole[name] for name in some}, source / file)
+        weight_map.update(dict.fromkeys(some, file))
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (source / "config.json").write_text("{}")
+    torch.save({"state": {}}, source / "optimizer.bin")
+    report = cluster.convert(source, tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), whole)
+    assert report.files == ("config.json",)
+    assert (report.tensors, report.cast) == (len(whole), 0)
+    one = tmp_path / "model.pt"
+    torch.save({"model": whole, "step": 3, "optimizer": {"state": {}}}, one)
+    cluster.convert(one, tmp_path / "one", progress=False)
+    check_equal(tensors_in(tmp_path / "one"), whole)
+    again = cluster.convert(tmp_path / "out", tmp_path / "again", max_shard_bytes=1 << 20, progress=False)
+    assert again.format == "safetensors"
+    check_equal(tensors_in(tmp_path / "again"), whole)
+
+
+def test_dtype_casts_as_torch_casts(tmp_path: Path) -> None:
+    whole = state(4)
+    torch.save(whole, tmp_path / "model.pt")
+    for name in ("bfloat16", "float16"):
+        report = cluster.convert(tmp_path / "model.pt", tmp_path / name, dtype=name, progress=False)
+        dtype = getattr(torch, name)
+        expected = {key: one.to(dtype) if one.is_floating_point() else one for key, one in whole.items()}
+        check_equal(tensors_in(tmp_path / name), expected)
+        assert report.cast == sum(one.dtype not in (dtype, torch.int64, torch.bool) for one in whole.values())
+    with pytest.raises(cluster.ConfigError, match="bfloat16, float16 or float32"):
+        cluster.convert(tmp_path / "model.pt", tmp_path / "no", dtype="int8", progress=False)
+
+
+class _Hostile:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hostile",)
+
+
+def test_pickles_with_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    torch.save({"a": torch.zeros(2), "b": _Hostile()}, source / "pytorch_model.bin")
+    with pytest.raises(cluster.UnsafePickle, match=r"posix\.system"):
+        cluster.convert(source, tmp_path / "out", progress=False)
+    code = main(["convert", str(source), str(tmp_path / "out"), "--json"])
+    assert code == 3
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "UnsafePickle"
+    (source / "pytorch_model.bin").unlink()
+    (source / ".metadata").write_bytes(pickle.dumps(_Hostile()))
+    with pytest.raises(cluster.UnsafePickle):
+        cluster.convert(source, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    assert not Path("hostile").exists()
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(state(), tmp_path / "model.pt")
+    for verb in ("convert", "merge"):
+        assert main([verb, str(tmp_path / "model.pt"), str(tmp_path / "out"), "--dry-run", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert (plan["dry_run"], plan["tensors"], plan["revision"]) == (True, 7, "")
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "empty").mkdir()
+    assert main(["convert", str(tmp_path / "empty"), str(tmp_path / "out")]) == 3
+    assert "no checkpoint of a known format" in capsys.readouterr().err
+
+
+def test_source_and_destination_are_apart(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "model.pt")
+    with pytest.raises(cluster.ConfigError, match="one inside the other"):
+        cluster.convert(tmp_path, tmp_path / "out", progress=False)
+
+
+@pytest.mark.slow
+def test_processes_write_the_same_files(tmp_path: Path) -> None:
+    torch.save(state(60), tmp_path / "model.pt")
+    reports = {}
+    for workers in (1, 3):
+        reports[workers] = cluster.convert(
+            tmp_path / "model.pt", tmp_path / str(workers), workers=workers, progress=False
+        )
+    assert reports[1].size_bytes == reports[3].size_bytes
+    assert reports[1].read_bytes == reports[3].read_bytes
+    check_equal(tensors_in(tmp_path / "3"), state(60))
+    (one,) = (tmp_path / "1").glob("*.safetensors")
+    (other,) = (tmp_path / "3").glob("*.safetensors")
+    assert one.read_bytes() == other.read_bytes()
+
+
+KILLED = """
+import os, sys, time, cluster
+from storage.store_ref import Credentials
+calls = 0
+def progress(moment):
+    global calls
+    calls += 1
+    time.sleep(0.4)  # the journal is written at most once a second
+    if calls == 6:
+        os.kill(os.getpid(), 9)
+cluster.convert(sys.argv[1], sys.argv[2], endpoint_url=sys.argv[3], progress=progress)
+"""
+
+
+@pytest.mark.slow
+def test_killed_conversion_continues_on_s3(rclone: EmbeddedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = f"convert-{uuid.uuid4().hex}"
+    make_bucket(rclone, bucket)
+    keys = rclone.credentials()
+    whole = state(120)
+    torch.save(whole, tmp_path / "model.pt")
+    with closing(open_store(server_ref(rclone, f"{bucket}/in"), keys)) as store:
+        with store.upload("pytorch_model.bin") as upload:
+            upload.write(memoryview((tmp_path / "model.pt").read_bytes()))
+            upload.complete()
+        store.put("config.json", b"{}")
+    uris = [f"s3://{bucket}/in", f"s3://{bucket}/out"]
+    access = {"AWS_ACCESS_KEY_ID": rclone.access_key_id, "AWS_SECRET_ACCESS_KEY": rclone.secret_access_key}
+    for name, value in {**access, "AWS_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run([sys.executable, "-c", KILLED, *uris, rclone.endpoint_url], timeout=120, check=False)
+    assert done.returncode == -9
+    with closing(open_store(server_ref(rclone, f"{bucket}/out"), keys)) as store:
+        assert "longshore.manifest.json" not in {info.key for info in store.list()}
+        report = cluster.convert(uris[0], uris[1], endpoint_url=rclone.endpoint_url, workers=2, progress=False)
+        assert report.reused_bytes > 5_000_000
+        files = [info for info in store.list() if info.key.endswith(".safetensors")]
+        assert report.reused_bytes + report.written_bytes == sum(info.size_bytes for info in files)
+        for info in files:
+            (tmp_path / "out").mkdir(exist_ok=True)
+            data = read_bytes(store, info.key, ByteRange(0, info.size_bytes))
+            (tmp_path / "out" / info.key.replace("/", "_")).write_bytes(data)
+    check_equal(tensors_in(tmp_path / "out"), whole)
+
+
+MEASURED = """
+import sys, cluster
+cluster.convert(sys.argv[1], sys.argv[2], progress=False)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_the_same_for_a_model_ten_times_as_large(tmp_path: Path) -> None:
+    peaks = []
+    for scale in (50, 500):  # 42 MB and 420 MB
+        file = tmp_path / f"{scale}.pt"
+        torch.save({"w": torch.zeros(300 * scale, 700), "t": torch.zeros(40, 30 * scale).t()}, file)
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED, str(file), str(tmp_path / "out")],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=True,
+        )
+        peaks.append(int(done.stdout.split()[-1]) * 1024)
+        file.unlink()
+        shutil.rmtree(tmp_path / "out")
+    assert peaks[1] - peaks[0] < 60_000_000, peaks
+
+
+def test_objects_of_other_kinds_are_no_checkpoint(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(cluster.ConvertError, match="no state dict"):
+        cluster.convert(tmp_path / "list.pt", tmp_path / "out", progress=False)
+    (tmp_path / "text.bin").write_bytes(b"no zip at all" * 40)
+    with pytest.raises(LongshoreError, match="not a zip file"):
+        cluster.convert(tmp_path / "text.bin", tmp_path / "out", progress=False)
