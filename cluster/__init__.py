@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from actors.reader.open_model import TensorSlice as TensorSlice
     from actors.reader.open_model import safe_open as safe_open
     from actors.saving.background import asave as asave
-    from actors.saving.handles import SaveHandle as SaveHandle
-    from actors.saving.loaded import save_loaded as save_loaded
     from actors.saving.conversion import ConvertReport as ConvertReport
     from actors.saving.convert import aconvert as aconvert
     from actors.saving.convert import convert as convert
+    from actors.saving.handles import SaveHandle as SaveHandle
+    from actors.saving.loaded import save_loaded as save_loaded
     from actors.saving.save import SaveReport as SaveReport
     from actors.saving.save import save as save
     from actors.saving.training_state import load_training_state as load_training_state
@@ -77,9 +77,9 @@ if TYPE_CHECKING:
     from cluster.errors import SaveRefused as SaveRefused
     from cluster.errors import TensorNotFound as TensorNotFound
     from cluster.errors import UnknownFamily as UnknownFamily
+    from cluster.errors import UnsafePickle as UnsafePickle
     from cluster.errors import UpdateFailed as UpdateFailed
     from cluster.errors import UpdateRefused as UpdateRefused
-    from cluster.errors import UnsafePickle as UnsafePickle
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
     from cluster.planning.plan_summary import PlanSummary as PlanSummary

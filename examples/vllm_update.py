@@ -1,9 +1,9 @@
 """Give a running vLLM engine new weights, without a restart: what a rollout of reinforcement learning does.
 
-    python examples/vllm_update.py s3://models/policy s3://models/policy/step-100 s3://models/policy/step-200 --tokens 1 5
+    python examples/vllm_update.py s3://models/policy s3://models/step-100 s3://models/step-200 --tokens 1 5
 
-Writes on with the model, then takes each further revision in place and writes on again. A trainer publishes the revisions
-(`longshore publish`, `cluster.save`). Only what changed is read.
+Writes on with the model, then takes each further revision in place and writes on again. A trainer publishes the
+revisions (`longshore publish`, `cluster.save`). Only what changed is read.
 """
 
 from __future__ import annotations
