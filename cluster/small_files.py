@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,7 +63,6 @@ NESTED_WEIGHTS = re.compile(r".+/[^/]+\.safetensors")
 _LOG = logging.getLogger("longshore.config_folder")
 _WEIGHT_INDEX = re.compile(r".*\.(?:safetensors|bin|pt|msgpack)\.index\.json")
 OPTIONS = ("endpoint_url", "region", "profile", "anonymous", "trusted_keys", "signed_name")
-_EXTRA_KEYS = {"model_uri", "revision", *OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,40 +198,6 @@ def read_source(folder: str | os.PathLike[str]) -> ModelSource | None:
     if unknown:
         raise ConfigError(f"unknown options: {', '.join(map(quote, sorted(unknown)))}", path=path)
     return ModelSource(found["model_uri"], found["revision"], found["options"])
-
-
-def source_of(folder: str, extra: Mapping[str, Any]) -> ModelSource:
-    """Return where weights are: as the model's folder says, else as an engine's `--model-loader-extra-config` says.
-
-    A folder with safetensors files of its own is its own source. The other keys than `model_uri` change what the folder
-    says. Raises ConfigError, also when folder and `model_uri` name different places.
-    """
-    unknown = set(extra) - _EXTRA_KEYS
-    if unknown:
-        raise ConfigError(
-            f"unknown keys in model_loader_extra_config: {', '.join(map(quote, sorted(unknown)))}",
-            hint=f"known are {', '.join(sorted(_EXTRA_KEYS))}",
-        )
-    found = read_source(folder)
-    files = os.listdir(folder) if found is None and os.path.isdir(folder) else []
-    if any(name.endswith(".safetensors") and name != HEADERS_KEY for name in files):
-        found = ModelSource(folder, "", {})
-    if found is None and "model_uri" in extra:
-        found = ModelSource(extra["model_uri"], "", {})
-    if found is None:
-        raise ConfigError(
-            f"{quote(folder)} does not say where the weights are",
-            hint="make the folder with `longshore config-folder URI`, or pass "
-            '--model-loader-extra-config \'{"model_uri": "s3://..."}\'',
-        )
-    if extra.get("model_uri", found.model_uri) != found.model_uri:
-        raise ConfigError(
-            f"{quote(folder)} has its weights in {quote(found.model_uri)}, and model_loader_extra_config names others",
-            hint="leave `model_uri` out of --model-loader-extra-config, or name a folder that says nothing",
-            model_uri=extra["model_uri"],
-        )
-    options = {name: value for name, value in extra.items() if name in OPTIONS}
-    return ModelSource(found.model_uri, extra.get("revision", found.revision), {**found.options, **options})
 
 
 def _wanted(files: Sequence[OtherFile], *, code: bool, uri: str) -> list[OtherFile]:

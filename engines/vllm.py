@@ -35,8 +35,9 @@ from actors.reader.lazy_tensor import assignments_read, read_assigned
 from actors.reader.open_model import OpenModel, safe_open
 from cluster.errors import ConfigError, LayoutError
 from cluster.joining.patience import in_thread
-from cluster.small_files import LOAD_FORMAT, ModelSource, source_of
+from cluster.small_files import LOAD_FORMAT, OPTIONS, ModelSource, read_source
 from engines import warn_of_version
+from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.errors import LongshoreError
 from storage.host.processes import pid_namespace
 from storage.problems import MAX_LISTED, quote
@@ -44,8 +45,43 @@ from storage.problems import MAX_LISTED, quote
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("vllm.longshore")  # so that lines appear in vLLM's own log
 _LOADS: Counter[tuple[str, bool]] = Counter()  # in groups, of this process, by URI and whether it is a draft model
+_KEYS = {"model_uri", "revision", *OPTIONS}
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+def source_of(folder: str, extra: dict[str, Any]) -> ModelSource:
+    """Return where the weights are: as the model's folder says, else as `--model-loader-extra-config` says.
+
+    A folder with safetensors files of its own is its own source. The other keys than `model_uri` change what the folder
+    says. Raises ConfigError, also when folder and `model_uri` name different places.
+    """
+    unknown = set(extra) - _KEYS
+    if unknown:
+        raise ConfigError(
+            f"unknown keys in model_loader_extra_config: {', '.join(map(quote, sorted(unknown)))}",
+            hint=f"known are {', '.join(sorted(_KEYS))}",
+        )
+    found = read_source(folder)
+    files = os.listdir(folder) if found is None and os.path.isdir(folder) else []
+    if any(name.endswith(".safetensors") and name != HEADERS_KEY for name in files):
+        found = ModelSource(folder, "", {})
+    if found is None and "model_uri" in extra:
+        found = ModelSource(extra["model_uri"], "", {})
+    if found is None:
+        raise ConfigError(
+            f"{quote(folder)} does not say where the weights are",
+            hint="make the folder with `longshore config-folder URI`, or pass "
+            '--model-loader-extra-config \'{"model_uri": "s3://..."}\'',
+        )
+    if extra.get("model_uri", found.model_uri) != found.model_uri:
+        raise ConfigError(
+            f"{quote(folder)} has its weights in {quote(found.model_uri)}, and model_loader_extra_config names others",
+            hint="leave `model_uri` out of --model-loader-extra-config, or name a folder that says nothing",
+            model_uri=extra["model_uri"],
+        )
+    options = {name: value for name, value in extra.items() if name in OPTIONS}
+    return ModelSource(found.model_uri, extra.get("revision", found.revision), {**found.options, **options})
 
 
 class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may be absent where types are checked

@@ -45,11 +45,3 @@ def vllm() -> None:
     """Register the load format "longshore". vLLM calls this in each of its processes, maybe more than once."""
     check_packages("engines")
     import engines.vllm  # noqa: F401
-
-
-def sglang() -> None:
-    """Let SGLang's load format "private" load through Longshore. SGLang calls this in each of its processes."""
-    check_packages("engines")
-    import engines.sglang
-
-    engines.sglang.register()

@@ -2,7 +2,7 @@
 # Make the environment of an engine, `.venv-NAME` in the repository: tests/engine_environments/make.sh vllm
 #
 # It has what tests/engine_environments/NAME.txt names, and Longshore from this checkout. One that is there already and was
-# made of the same list stays (delete it after a change of NAME-alone.txt); when pyproject.toml has changed, Longshore is installed anew. Ends with 3 when a package
+# made of the same list stays; when pyproject.toml has changed, Longshore is installed anew. Ends with 3 when a package
 # cannot be had here: tests of that engine then skip.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -10,15 +10,10 @@ name="$1"
 list="tests/engine_environments/$name.txt"
 venv=".venv-$name"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
-alone="tests/engine_environments/$name-alone.txt" # packages to install without what they depend on, if any
 if ! cmp -s "$list" "$venv/.made"; then
   rm -rf "$venv"
   "${PYTHON:-python3}" -m venv "$venv"
   if ! "${pip[@]}" install -r "$list" 'setuptools>=77'; then
-    rm -rf "$venv"
-    exit 3
-  fi
-  if [[ -f "$alone" ]] && ! "${pip[@]}" install --no-deps -r "$alone"; then
     rm -rf "$venv"
     exit 3
   fi

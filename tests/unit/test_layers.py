@@ -47,7 +47,6 @@ AT_MODULE_LEVEL = {
         "actors/handover/module_places",
         "actors/reader/lazy_tensor",
         "engines/dcp",
-        "engines/sglang",
         "actors/saving/exchange",
         "actors/saving/held",
         "actors/saving/save",
