@@ -159,21 +159,12 @@ _EXPORTS = {
     "cluster.config": "Config",
     "cluster.small_files": "config_folder",
     "cluster.errors": (
-        "AgentEnded CallTimeout ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit "
-        "DoesNotFitNow "
-        "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelBroken ModelConfigError "
         "AgentEnded BrokenCheckpointFile CallTimeout ChunkFailed ClusterError ClusterLost ConfigError ConvertError "
-        "DeviceUnavailable DoesNotFit DoesNotFitNow "
-        "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
-        "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
-        "RankTaken ReaderClosed RemoteCallFailed TensorNotFound UnknownFamily UpdateFailed UpdateRefused "
-        "VersionMismatch"
-        "RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
-        "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
-        "ModelNotFound ModuleMismatch NoCoordinator NodeLost NoRoomToStage NotEnoughResources PackageMissing "
-        "PlanError RankLost RankTaken ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound "
-        "UnknownFamily VersionMismatch"
-        "UnknownFamily UnsafePickle VersionMismatch"
+        "DeviceUnavailable DoesNotFit DoesNotFitNow IllegalTransition LayoutError LoadCancelled LoadError "
+        "LoadForgotten LoadTimeout ModelBroken ModelConfigError ModelNotFound ModuleMismatch NoCoordinator "
+        "NoRoomToStage NodeLost NotEnoughResources PackageMissing PlanError RankLost RankTaken ReaderClosed "
+        "RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound UnknownFamily UnsafePickle "
+        "UpdateFailed UpdateRefused VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

@@ -288,35 +288,40 @@ class Update:
         return staged
 
 
-def agree(group: Any, ranks: int, error: Exception | None, *, exchanged: bool) -> None:
-    """Tell all ranks of a process group whether this one failed, and raise if any did.
+def together(group: Any, ranks: int, step: Callable[[], object], *, exchanges: bool) -> None:
+    """Do one step of an update, tell all ranks whether it failed here, and raise if it failed anywhere.
 
-    Every rank calls it at the same points of an update, whatever happened to it before.
+    Every rank calls it for each step, whatever happened to it before.
 
     Args:
         group: A process group that works with host memory.
         ranks: Number of ranks in it.
-        error: The error of this rank, or None.
-        exchanged: Whether the exchange is over. Before, a failure leaves the old revision everywhere.
+        step: What this rank has to do.
+        exchanges: Whether the step changes the live model. Otherwise a failure leaves the old revision everywhere.
 
     Raises:
         UpdateFailed: Another rank failed, or is gone, before the exchange.
         ModelBroken: Some rank failed, or is gone, in the exchange. The message lists ranks that have all of the new
             revision.
     """
+    error = None
+    try:
+        step()
+    except Exception as failure:
+        error = failure
     texts: list[str] = ["" if error is None else f"{type(error).__name__}: {error}"] * ranks
     if ranks > 1:
         try:
             torch.distributed.all_gather_object(texts, texts[0], group=group)
         except (RuntimeError, ValueError) as gone:
-            if not exchanged:
+            if not exchanges:
                 raise UpdateFailed("a rank is gone. This one has the revision that it had") from gone
             state = "all of the new revision" if error is None else "contents of both revisions"
             raise ModelBroken(f"a rank is gone. This one has {state}", hint="start the engine anew") from gone
     failed = [rank for rank, text in enumerate(texts) if text]
     if not failed:
         return
-    if not exchanged:
+    if not exchanges:
         if error is not None:
             raise error
         raise UpdateFailed(f"rank {failed[0]} failed, so no rank was touched: {texts[failed[0]]}")

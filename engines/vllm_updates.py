@@ -25,7 +25,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from actors.reader.open_model import safe_open
 from cluster.errors import UpdateFailed
-from engines.resident_weights import ResidentWeights, Update, agree
+from engines.resident_weights import ResidentWeights, Update, together
 from engines.vllm import every_core, group_of_engine
 from storage.errors import LongshoreError
 
@@ -81,20 +81,15 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._updates = getattr(self, "_updates", 0) + 1
         begin_s = time.monotonic()
         with contextlib.ExitStack() as stack:
-            update, error = None, None
-            try:
-                update = stack.enter_context(self._begin(update_info))
-                update.prepare()
-            except Exception as failure:
-                error = failure
-            world = get_world_group()
-            agree(world.cpu_group, world.world_size, error, exchanged=False)
-            assert update is not None  # or else there was an error
-            try:
-                update.exchange()
-            except Exception as failure:
-                error = failure
-            agree(world.cpu_group, world.world_size, error, exchanged=True)
+            world, begun = get_world_group(), list[Update]()
+
+            def prepare() -> None:
+                begun.append(stack.enter_context(self._begin(update_info)))
+                begun[0].prepare()
+
+            together(world.cpu_group, world.world_size, prepare, exchanges=False)
+            (update,) = begun
+            together(world.cpu_group, world.world_size, update.exchange, exchanges=True)
             update.finish()
             report = update.opened.report()
         _LOG.info(

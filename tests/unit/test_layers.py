@@ -215,6 +215,8 @@ def test_the_search_for_import_cycles_finds_them() -> None:
     names = {"a/b", "a/__init__", "a/c"}
     assert [module_of(name, names) for name in ("a.b", "a.b.f", "a", "a.f", "x.y")] == [
         "a/b",
+        "a/b",
+        "a/__init__",
         "a/__init__",
         None,
     ]
