@@ -161,7 +161,7 @@ class AgentWatch:
         self._living: tuple[set[str], float] = set(), -math.inf  # nodes, and when Ray was asked
         self._telling: set[asyncio.Task[None]] = set()
         self._resending: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (model id, node id)
-        self._lenders = LenderLists(time.time_ns())
+        self._lenders = LenderLists(int(time.time() * 1e9))
         self._ending: asyncio.Task[None] | None = None  # the last one, as a loop keeps no tasks alive
 
     @property

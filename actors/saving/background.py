@@ -26,6 +26,7 @@ from actors.saving.handles import SaveHandle, start_save, wait_for_background_sa
 from actors.saving.hf_names import as_stored, config_files
 from actors.saving.save import ExtraFiles, SaveReport, as_mapping, save, save_training
 from actors.saving.training_state import collect_state
+from cluster.argument_types import checks_arguments
 from cluster.errors import NoRoomToStage, SaveError
 from storage.errors import LongshoreError
 from storage.host.memory import available_host_bytes
@@ -34,6 +35,7 @@ from storage.problems import show_bytes
 SPARE_FRACTION = 0.05  # of the free memory, which stays free
 
 
+@checks_arguments
 def asave(
     state_dict: Mapping[str, Any],
     uri: str | os.PathLike[str],

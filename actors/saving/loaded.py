@@ -25,19 +25,21 @@ from actors.devices.convert import stored_dtype
 from actors.saving.boxed import BoxedTensor
 from actors.saving.exchange import Ranks, forget_groups
 from actors.saving.save import ExtraFiles, SaveReport, as_mapping, save
+from cluster.argument_types import checks_arguments
 from cluster.errors import SaveRefused
+from cluster.model import LoadedModel
 from cluster.small_files import SOURCE_KEY, config_folder
 from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.problems import Problems, quote
 
 if TYPE_CHECKING:
     from actors.shard import RankShard
-    from cluster.model import LoadedModel
 
 CONFIG_KEY = "config.json"
 _BOXES = TypeAdapter(dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]])  # name -> (offsets, sizes)
 
 
+@checks_arguments
 def save_loaded(
     model: LoadedModel,
     uri: str | os.PathLike[str],

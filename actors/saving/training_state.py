@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from actors.devices.convert import stored_dtype
 from actors.handover.modules import as_dtensor, wanted_part
+from cluster.argument_types import checks_arguments
 from cluster.errors import ConfigError, ModuleMismatch
 from cluster.saving.values import decode_values, encode_values
 from cluster.small_files import read_small_file
@@ -28,7 +29,8 @@ from storage.problems import Problems, quote
 if TYPE_CHECKING:
     from actors.reader.open_model import OpenModel
 
-    Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
 
 STATE_KEY = "state.json"  # in the folder of the training state
 LINK_KEY = re.compile(r"training/[0-9a-f]{16}\.json")  # beside it; a file of the model, which names the revision
@@ -66,6 +68,7 @@ def collect_state(
     return tensors or {_NO_TENSORS: torch.zeros(1, dtype=torch.uint8)}, data
 
 
+@checks_arguments
 def load_training_state(
     uri: str | os.PathLike[str],
     model: torch.nn.Module | None = None,
