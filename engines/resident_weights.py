@@ -324,7 +324,7 @@ def together(group: Any, ranks: int, step: Callable[[], object], *, exchanges: b
     if not exchanges:
         if error is not None:
             raise error
-        raise UpdateFailed(f"rank {failed[0]} failed, so no rank was touched: {texts[failed[0]]}")
+        raise UpdateFailed(f"rank {failed[0]} of {ranks} failed, so nothing was touched: {texts[failed[0]]}")
     updated = [rank for rank, text in enumerate(texts) if not text]
     raise ModelBroken(
         f"rank {failed[0]} failed in the exchange: {texts[failed[0]]}. Ranks with all of the new revision: {updated}",

@@ -78,18 +78,29 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             ModelBroken: A worker failed later. The message says which workers have the new revision.
             LongshoreError: A read failed. Every worker has the revision that it had.
         """
+        # vLLM reads the answers of its workers in order, up to the first error. The answers of the later ones would then
+        # be taken for those of the next call. So only the last worker raises.
+        world = get_world_group()
+        try:
+            self._take(update_info, world.cpu_group, world.world_size)
+        except Exception as error:
+            if world.rank_in_group == world.world_size - 1:
+                raise
+            _LOG.error("The update failed: %s", error)
+
+    def _take(self, update_info: UpdateInfo, group: Any, ranks: int) -> None:
         self._updates = getattr(self, "_updates", 0) + 1
         begin_s = time.monotonic()
         with contextlib.ExitStack() as stack:
-            world, begun = get_world_group(), list[Update]()
+            begun: list[Update] = []
 
             def prepare() -> None:
                 begun.append(stack.enter_context(self._begin(update_info)))
                 begun[0].prepare()
 
-            together(world.cpu_group, world.world_size, prepare, exchanges=False)
+            together(group, ranks, prepare, exchanges=False)
             (update,) = begun
-            together(world.cpu_group, world.world_size, update.exchange, exchanges=True)
+            together(group, ranks, update.exchange, exchanges=True)
             update.finish()
             report = update.opened.report()
         _LOG.info(
@@ -164,8 +175,12 @@ def update(
         llm.collective_rpc("start_weight_update")
         llm.collective_rpc("update_weights", args=(info,))
         llm.collective_rpc("finish_weight_update")
-    except LongshoreError:
-        raise
-    except Exception as error:  # workers in other processes send texts
+    except Exception as error:
+        # vLLM goes on to take the update for active in the workers that did not raise, until it is finished.
+        with contextlib.suppress(Exception):
+            llm.collective_rpc("finish_weight_update")
+        if isinstance(error, LongshoreError):
+            raise
+        # Workers in other processes send texts.
         raise UpdateFailed(f"the engine did not take the new weights: {error}") from error
     llm.reset_prefix_cache()
