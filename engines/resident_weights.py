@@ -32,6 +32,7 @@ from storage.checkpoints.model_index import ModelIndex
 from storage.problems import Problems, quote
 
 _ATTRIBUTE = "_longshore_weights"  # of a model: its ResidentWeights
+_PACKED_COPY = "cpu_linear"  # vLLM's attribute of a module that has a packed copy beside its weights
 HEADROOM_BYTES = 256 << 20  # of host memory that must stay free
 
 LoadWeights = Callable[[Weights], Any]
@@ -123,6 +124,7 @@ class ResidentWeights:
         self.index = index  # of the revision that the model has
         self.broken = ""  # why the model may have contents of two revisions
         self._model = model
+        self._packing: set[int] = set()  # modules that the engine packs, by id
         self.slots = _slots(model, watch)
         self.unknown = [slot.name for slot in self.slots if not slot.sources]
 
@@ -226,7 +228,7 @@ class ResidentWeights:
 
         `repack`: packs a module whose parameters were put into it as they were before the engine packed them.
         """
-        again = {id(owner): owner for slot in staged.slots for owner, _ in slot.owners if hasattr(owner, "cpu_linear")}
+        owners = {id(owner): owner for slot in staged.slots for owner, _ in slot.owners}
         for slot, parameter in zip(staged.slots, staged.parameters, strict=True):
             for owner, name in slot.owners:
                 live = owner._parameters.get(name)
@@ -235,9 +237,10 @@ class ResidentWeights:
                         live.data.copy_(parameter.data)
                 else:  # the engine has packed it away
                     owner._parameters[name] = parameter
-                    again[id(owner)] = owner
-        for owner in again.values():
-            repack(owner)
+                    self._packing.add(id(owner))
+        for number, owner in owners.items():
+            if number in self._packing or hasattr(owner, _PACKED_COPY):
+                repack(owner)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,206 @@
+"""What an update of a running engine does on one rank, with a torch module in the place of the engine's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import cluster
+from actors.reader.open_model import OpenModel
+from cluster.errors import DoesNotFit, ModelBroken, UpdateRefused
+from cluster.small_files import ModelSource
+from engines import resident_weights
+from engines.filling import Weights, fill
+from engines.resident_weights import ResidentWeights, Update, Watch, changed_tensors, together
+
+pytestmark = pytest.mark.slow
+
+ROWS, COLUMNS = 512, 1024  # 1 MiB of float16: a chunk
+
+
+class Packed(torch.nn.Module):
+    """A layer whose weight is packed after it was filled, as linear layers of an engine for processors are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(ROWS, COLUMNS, dtype=torch.float16), requires_grad=False)
+        self.packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        self.packed = self.weight.data.clone().t().contiguous()
+        self.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.float16), requires_grad=False)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(ROWS, COLUMNS, dtype=torch.float16)
+        self.fused = torch.nn.Linear(COLUMNS, 2 * ROWS, bias=False, dtype=torch.float16)
+        self.down = Packed()
+        self.head = torch.nn.Linear(COLUMNS, ROWS, bias=False, dtype=torch.float16)
+        self.head.weight = self.embed.weight
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            if name in ("gate", "up"):
+                self.fused.weight.data.narrow(0, ROWS * (name == "up"), ROWS).copy_(tensor)
+            else:
+                getattr(self, name).weight.data.copy_(tensor)
+
+
+NAMES = ("embed", "gate", "up", "down")
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(ROWS, COLUMNS, generator=made).half() for name in NAMES}
+
+
+def publish(folder: Path, contents: dict[str, torch.Tensor]) -> OpenModel:
+    folder.mkdir()
+    save_file(contents, folder / "model.safetensors")
+    cluster.publish(folder, chunk_bytes=1 << 20)
+    return cluster.safe_open(folder, cache=False)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Iterator[OpenModel]:
+    with publish(tmp_path / "old", tensors(0)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def net(old: OpenModel) -> Net:
+    model, watch = Net(), Watch()
+    with watch:
+        fill(model, watch.named(old.lazy_tensors()), model.load_weights, lambda: "")
+    ResidentWeights.attach(model, watch, ModelSource("old", "", {}), old.index)
+    model.down.pack()
+    return model
+
+
+def update_to(net: Net, opened: OpenModel, *, streaming: bool = False) -> Update:
+    return Update(
+        ResidentWeights.of(net),
+        opened,
+        "new",
+        net.load_weights,
+        lambda module: module.pack(),
+        streaming,  # type: ignore[operator, union-attr]
+    )
+
+
+def check(net: Net, contents: dict[str, torch.Tensor]) -> None:
+    assert torch.equal(net.embed.weight, contents["embed"])
+    assert net.head.weight is net.embed.weight
+    assert torch.equal(net.fused.weight, torch.cat((contents["gate"], contents["up"])))
+    assert net.down.packed is not None
+    assert torch.equal(net.down.packed, contents["down"].t())
+    assert not net.down.weight.numel()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_changed_modules_are_replaced_in_place(net: Net, tmp_path: Path, streaming: bool) -> None:
+    contents = {**tensors(0), **{name: tensors(1)[name] for name in ("up", "down")}}
+    places = [net.embed.weight.data_ptr(), net.fused.weight.data_ptr()]
+    with publish(tmp_path / "new", contents) as opened:
+        update = update_to(net, opened, streaming=streaming)
+        update.prepare()
+        check(net, tensors(0))
+        assert update.changed == {"up", "down"}
+        update.exchange()
+        update.finish()
+        assert opened.report()["read_bytes"] == 3 * ROWS * COLUMNS * 2  # gate is in the module of up
+    check(net, contents)
+    assert [net.embed.weight.data_ptr(), net.fused.weight.data_ptr()] == places
+
+
+def test_tied_weights_are_read_once_and_stay_tied(net: Net, tmp_path: Path) -> None:
+    contents = {**tensors(0), "embed": tensors(1)["embed"]}
+    with publish(tmp_path / "new", contents) as opened:
+        update = update_to(net, opened)
+        update.prepare()
+        update.exchange()
+        assert opened.report()["read_bytes"] == ROWS * COLUMNS * 2
+    check(net, contents)
+
+
+def test_a_failed_read_leaves_the_old_weights(net: Net, tmp_path: Path) -> None:
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        path = tmp_path / "new/model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+        update = update_to(net, opened)
+        with pytest.raises(cluster.LongshoreError):
+            together(None, 1, update.prepare, exchanges=False)
+    check(net, tensors(0))
+    assert not ResidentWeights.of(net).broken
+
+
+def test_a_failed_exchange_reads_everything_next_time(net: Net, tmp_path: Path) -> None:
+    with publish(tmp_path / "new", {**tensors(0), "down": tensors(1)["down"]}) as opened:
+        update = update_to(net, opened)
+        update.prepare()
+
+        def fails(module: torch.nn.Module) -> None:
+            raise RuntimeError("no kernel")
+
+        update.repack = fails
+        with pytest.raises(ModelBroken, match="no kernel") as caught:
+            together(None, 1, update.exchange, exchanges=True)
+        assert caught.value.details["updated_ranks"] == []
+        again = update_to(net, opened)
+        again.prepare()
+        again.exchange()
+        again.finish()
+        assert again.changed == set(NAMES)
+    check(net, {**tensors(0), "down": tensors(1)["down"]})
+
+
+def test_too_little_room_is_an_error_before_a_byte_moves(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident_weights, "HEADROOM_BYTES", 1 << 60)
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        with pytest.raises(DoesNotFit, match="Nothing was touched"):
+            update_to(net, opened).prepare()
+        assert opened.report()["read_bytes"] == 0
+    check(net, tensors(0))
+
+
+def test_what_cannot_be_taken_is_refused(net: Net, tmp_path: Path) -> None:
+    other = {**tensors(1), "down": torch.zeros(ROWS, 2 * COLUMNS).half()}
+    with publish(tmp_path / "new", other) as opened:
+        with pytest.raises(UpdateRefused, match="'down' differs in more than contents"):
+            ResidentWeights.of(net).check_updatable(opened.index, lambda module: False)
+        with pytest.raises(UpdateRefused, match="repacks the weights of Packed"):
+            ResidentWeights.of(net).check_updatable(opened.index, lambda module: isinstance(module, Packed))
+    with pytest.raises(UpdateRefused, match="not loaded by Longshore"):
+        ResidentWeights.of(Net())
+
+
+def test_parameters_that_nobody_filled_are_refused(old: OpenModel) -> None:
+    model, watch = Net(), Watch()
+    with watch:
+        some = ((name, tensor) for name, tensor in old.lazy_tensors() if name != "down")
+        fill(model, watch.named(some), model.load_weights, lambda: "")
+    ResidentWeights.attach(model, watch, ModelSource("old", "", {}), old.index)
+    with pytest.raises(UpdateRefused, match="down\\.weight"):
+        ResidentWeights.of(model).check_updatable(old.index, lambda module: False)
+
+
+def test_unpublished_revisions_count_as_changed(old: OpenModel, tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    save_file(tensors(0), folder / "model.safetensors")
+    with cluster.safe_open(folder) as plain:
+        assert changed_tensors(old.index, plain.index) == set(NAMES)
+    assert changed_tensors(old.index, old.index) == set[Any]()
