@@ -78,8 +78,8 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             ModelBroken: A worker failed later. The message says which workers have the new revision.
             LongshoreError: A read failed. Every worker has the revision that it had.
         """
-        # vLLM reads the answers of its workers in order, up to the first error. The next call would then take the answers
-        # of later workers for its own. So only the last worker raises.
+        # vLLM reads the answers of its workers in order, up to the first error. The next call would then take answers of
+        # later workers for its own. So only the last worker raises.
         world = get_world_group()
         try:
             self._take(update_info, world.cpu_group, world.world_size)
