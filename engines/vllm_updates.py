@@ -69,7 +69,7 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: nothing stays open between updates."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take the new revision, on every worker or on none.
+        """Take the new revision, on every worker or on none. Only the last worker raises; others log their error.
 
         Raises:
             UpdateRefused: It differs in more than contents, or the engine repacks weights in a way that is not known.
@@ -78,7 +78,7 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             ModelBroken: A worker failed later. The message says which workers have the new revision.
             LongshoreError: A read failed. Every worker has the revision that it had.
         """
-        # vLLM reads the answers of its workers in order, up to the first error. The next call would then take answers of
+        # vLLM reads the answers of its workers in order, up to the first error. The next call would then take those of
         # later workers for its own. So only the last worker raises.
         world = get_world_group()
         try:
