@@ -95,8 +95,12 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             begun: list[Update] = []
 
             def prepare() -> None:
-                begun.append(stack.enter_context(self._begin(update_info)))
-                begun[0].prepare()
+                try:
+                    begun.append(stack.enter_context(self._begin(update_info)))
+                    begun[0].prepare()
+                except BaseException:
+                    stack.close()  # other ranks here need not wait for this reader
+                    raise
 
             together(group, ranks, prepare, exchanges=False)
             (update,) = begun
