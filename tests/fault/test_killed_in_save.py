@@ -60,7 +60,7 @@ def test_the_revision_before_stays_and_the_next_save_continues(tmp_path: Path) -
         document = ranks[0].document
         report = cluster.verify(job["uri"], progress=False)
         assert (report.ok, report.revision) == (True, document["revision"])
-        assert document["written_bytes"] + document["reused_bytes"] == document["size_bytes"]
+        assert sum(document[f"{how}_bytes"] for how in ("written", "reused", "copied")) == document["size_bytes"]
         assert {item.kind for item in list_saves(job["uri"]).leftovers} <= {"file"}, case
         if step in WRITTEN:
             assert document["reused_bytes"] == document["size_bytes"], case
