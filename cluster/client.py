@@ -59,6 +59,7 @@ from storage.stores.requests import RetryPolicy, with_retries
 
 if TYPE_CHECKING:
     from storage.publishing.publish import PublishReport
+    from storage.publishing.saves import SavesReport
     from storage.publishing.verify import VerifyReport
 
 
@@ -489,6 +490,52 @@ def verify(
             signed_name=check_signed_name(signed_name),
             revision=check_revision(revision),
         )
+
+
+@checks_arguments
+def list_saves(
+    uri: str | os.PathLike[str],
+    *,
+    clean: bool = False,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    config: Config | None = None,
+) -> SavesReport:
+    """List what interrupted saves left at a URI, and remove it on request.
+
+    Published files are never among it, nor those of older revisions in the history of saves.
+
+    Args:
+        uri: Folder of the checkpoint, as for `save`.
+        clean: Remove what is listed. No save to this URI may run meanwhile: it would end with SaveConflict.
+        endpoint_url: URL of an S3-compatible server. None: as the AWS configuration says, else the provider's own.
+        region: Region of the bucket. None: as the environment says.
+        profile: Name of a profile in the AWS configuration.
+        anonymous: Send unsigned requests, for public buckets.
+        credentials: Keys for the store, a `storage.store_ref.Credentials`. None: those that the environment provides.
+        config: Settings. None: read from the `LONGSHORE_*` variables of the environment.
+
+    Returns:
+        The published revision, and every upload, file and journal that no revision uses.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        UnsupportedStore: No save can write to this kind of store.
+        StoreError: The store cannot be read, or refuses a removal.
+    """
+    from cluster.saving.shards import revision_of_file
+    from storage.publishing.save_history import interrupted_saves
+
+    config = config or Config.from_env()
+    options = StoreOptions(endpoint_url, region, profile, anonymous)
+    store, only_key = open_uri(uri, options, credentials, config.read_timeout_s, config.source_rules())
+    with contextlib.closing(store):
+        if only_key is not None:
+            raise ConfigError("saves are listed for a folder, not for one file", uri=os.fspath(uri))
+        return interrupted_saves(store, revision_of_file, RetryPolicy(), clean=clean)
 
 
 def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None] | None:

@@ -175,6 +175,8 @@ class Ranks:
         if error is not None:
             watch.post(self.rank, without_secrets(f"{type(error).__name__}: {error}"))
             _groups.pop((self._name, self._timeout_s), None)  # messages of this save may still be on their way
+            if self.global_ranks.get(0) == self.rank:  # the store may end with this process
+                watch.wait_until_told()
         watch.close()
         self._work.put(None)
 
@@ -236,6 +238,19 @@ class _Watch:
             if not self._store.check(["failed"]):
                 self._store.set("failed", json.dumps([rank, message[:2000]]))
 
+    def wait_until_told(self) -> None:
+        """Wait, for seconds at most, until all others but the rank that ended the save have read about it."""
+        ends_s = time.monotonic() + min(5.0, self.dead_after_s)
+        with contextlib.suppress(Exception):
+            with self._lock:
+                failed = int(json.loads(self._store.get("failed"))[0]) if self._store.check(["failed"]) else self._rank
+            keys = [f"told/{rank}" for rank in range(self._size) if rank not in (self._rank, failed)]
+            while keys and time.monotonic() < ends_s:
+                with self._lock:
+                    if self._store.check(keys):
+                        return
+                time.sleep(0.05)
+
     def stages(self) -> str:
         """Return what every rank did last, for a message."""
         found = []
@@ -264,6 +279,7 @@ class _Watch:
                     self._store.set(f"beat/{self._rank}", f"{count} {self.stage}")
                     if self._store.check(["failed"]):
                         rank, message = json.loads(self._store.get("failed"))
+                        self._store.set(f"told/{self._rank}", "")
                         self.failure = (int(rank), str(message))
                         return
                     key = f"beat/{neighbour}"

@@ -1,4 +1,4 @@
-"""The verbs about one checkpoint: load, plan, publish, verify, sign, keygen. Each returns its exit code.
+"""The verbs about one checkpoint: load, plan, publish, verify, saves, sign, keygen. Each returns its exit code.
 
 With `--json` one document goes to stdout and nothing else; progress always goes to stderr. The client is
 imported when a verb runs, so `longshore --help` needs neither Ray nor a network.
@@ -136,6 +136,16 @@ def run_verify(args: argparse.Namespace) -> int:
     return OK if report.ok else INTEGRITY
 
 
+def run_saves(args: argparse.Namespace) -> int:
+    """List what interrupted saves left, and remove it with --clean."""
+    from cluster.client import list_saves
+    from cluster.command_line.tables import saves_table
+
+    report = list_saves(args.uri, clean=args.clean, **given_options(args, STORE))
+    answer(args, report.as_dict(), lambda: saves_table(report))
+    return OK
+
+
 def run_sign(args: argparse.Namespace) -> int:
     """Sign the manifest that is there."""
     from cluster.client import sign
@@ -211,6 +221,10 @@ def add_checkpoint_verbs(verbs: Verbs) -> None:
 
     verify = add_verb(verbs, "verify", run_verify, "URI")
     add_options(verify, (*TRUSTED, *STORE))
+
+    saves = add_verb(verbs, "saves", run_saves, "URI")
+    saves.add_argument("--clean", action="store_true", help="remove what is listed (no save to URI may run meanwhile)")
+    add_options(saves, STORE)
 
     sign = add_verb(verbs, "sign", run_sign, "URI")
     sign.add_argument("--key", metavar="FILE", required=True, help="private key, as `longshore keygen` makes it")

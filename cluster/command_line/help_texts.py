@@ -125,6 +125,18 @@ PAGES = {
         URI,
         {1: "the model was never published, so there is nothing to compare with"},
     ),
+    "saves": Page(
+        "list what interrupted saves left, and remove it",
+        (
+            "Lists open uploads, files and the journal of saves to URI that did not end. The next save of the same "
+            "tensors continues from them, so clean only what nobody will continue. With --clean they are removed. "
+            "Published files stay, and those of older saves that the history of saves names. It needs no cluster.",
+            "A save that runs now looks like an interrupted one. --clean ends it with an error.",
+        ),
+        ("longshore saves s3://models/run-7", "longshore saves s3://models/run-7 --clean"),
+        (5,),
+        "the folder that `cluster.save` was given",
+    ),
     "sign": Page(
         "sign the manifest of a published model",
         (

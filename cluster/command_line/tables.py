@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cluster.planning.plan_summary import PlanSummary
     from cluster.telemetry.report import ClusterStatus, LoadReport, NodeStatus
     from storage.publishing.publish import PublishReport
+    from storage.publishing.saves import SavesReport
     from storage.publishing.verify import VerifyReport
 
 
@@ -229,6 +230,16 @@ def convert_table(report: ConvertReport) -> RenderableType:
             ("verified", "read back, every digest is right" if report.verified else "no"),
         ]
     return facts(rows)
+
+
+def saves_table(report: SavesReport) -> RenderableType:
+    """Return a table of what interrupted saves left."""
+    state = "removed" if report.cleaned else "left"
+    rows: list[tuple[str, object]] = [("saves to", report.uri), ("published", ", ".join(report.published) or "no save")]
+    for item in report.leftovers:  # sizes of journals and of S3's uploads are not known
+        size = f", {show_bytes(item.size_bytes)}" if item.size_bytes else ""
+        rows.append((f"{state}: {item.kind}", f"{item.key} of save {item.revision or '?'}{size}"))
+    return facts(rows if report.leftovers else [*rows, ("left", "nothing")])
 
 
 def verify_table(report: VerifyReport) -> RenderableType:

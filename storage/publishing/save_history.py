@@ -13,13 +13,14 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from storage.checkpoints.checkpoint_files import HISTORY_KEY, read_whole
 from storage.errors import ObjectNotFound, StoreError
-from storage.publishing.saves import published
+from storage.publishing.saves import SavesReport, list_saves, published, remove_leftovers
 from storage.stores.object_store import ObjectStore
 from storage.stores.requests import RetryPolicy, with_retries
 
@@ -55,7 +56,7 @@ def remember_save(
         The keys that were removed.
     """
     try:
-        history = [*(one for one in _read(store, policy) if one[0] != save_id), (save_id, training)][-MAX_SAVES:]
+        history = [*(one for one in read_history(store, policy) if one[0] != save_id), (save_id, training)][-MAX_SAVES:]
         with_retries(lambda: store.put(HISTORY_KEY, json.dumps(history).encode()), policy)
         return () if keep_last is None else _remove(store, history[-keep_last:], revision_of, policy)
     except StoreError as error:
@@ -63,7 +64,29 @@ def remember_save(
         return ()
 
 
-def _read(store: ObjectStore, policy: RetryPolicy) -> tuple[tuple[str, str], ...]:
+def interrupted_saves(
+    store: ObjectStore, revision_of: Callable[[str], str | None], policy: RetryPolicy, *, clean: bool = False
+) -> SavesReport:
+    """Return what interrupted saves left, and remove it if `clean`. Files of revisions in the history stay.
+
+    A save that runs at the same time looks like an interrupted one. Without its journal it ends with SaveConflict.
+
+    Raises UnsupportedStore and StoreError.
+    """
+    kept = {save_id for save_id, _ in read_history(store, policy)}
+    report = list_saves(store, revision_of, policy, kept)
+    if not clean:
+        return report
+    remove_leftovers(store, (item for item in report.leftovers if item.kind == "journal"), policy)
+    again = list_saves(store, revision_of, policy, kept)  # a save may have been published since
+    remove_leftovers(store, again.leftovers, policy)
+    found = set(again.leftovers)
+    removed = tuple(item for item in report.leftovers if item.kind == "journal" or item in found)
+    return replace(again, leftovers=removed, cleaned=True)
+
+
+def read_history(store: ObjectStore, policy: RetryPolicy) -> tuple[tuple[str, str], ...]:
+    """Return the saves that the stored history lists, the newest last. Raises StoreError."""
     try:
         info = with_retries(lambda: store.stat(HISTORY_KEY), policy)
     except ObjectNotFound:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -215,10 +215,20 @@ class SavesReport:
         return {**asdict(self), "leftover_bytes": self.leftover_bytes}
 
 
-def list_saves(store: ObjectStore, revision_of: Callable[[str], str | None], policy: RetryPolicy) -> SavesReport:
-    """Return what saves have left at the root of the store. `revision_of` reads the revision in a file's name.
+def list_saves(
+    store: ObjectStore, revision_of: Callable[[str], str | None], policy: RetryPolicy, kept: Collection[str] = ()
+) -> SavesReport:
+    """Return what saves have left at the root of the store.
 
-    Raises UnsupportedStore and StoreError.
+    Args:
+        store: Root of the checkpoint.
+        revision_of: Returns the revision in a file's name, or None for a file that no save wrote.
+        policy: Retries of requests.
+        kept: Revisions whose files are no leftovers, as they were published before.
+
+    Raises:
+        UnsupportedStore: The store cannot be written in parts, so no save wrote there.
+        StoreError: The store cannot be read.
     """
     writes = writes_parts(store)
     manifest, info = published(store, policy)
@@ -236,7 +246,8 @@ def list_saves(store: ObjectStore, revision_of: Callable[[str], str | None], pol
         except ObjectNotFound:  # the folder does not exist
             stored = []
         for item in stored:
-            if item.key not in used and (revision := revision_of(item.key)) is not None:
+            revision = revision_of(item.key)
+            if revision is not None and revision not in kept and item.key not in used:
                 found.append(Leftover(item.key, "file", revision, item.size_bytes))
     revisions = sorted({revision for path in used if (revision := revision_of(path)) is not None})
     found.sort(key=lambda item: (item.revision, item.kind, item.key, item.upload))

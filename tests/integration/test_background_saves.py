@@ -15,7 +15,7 @@ from cluster.errors import NoRoomToStage, SaveRefused
 from storage.errors import InvalidState, LongshoreError
 from storage.publishing.save_history import parse_history
 
-STATE = {"a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4)}
+pytestmark = pytest.mark.slow
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Jobs whose ranks save one checkpoint together: the script of the ranks, and what a test needs to start it.
 
-`die_at`: the rank kills itself when its save comes to that step. `raise_at`: it raises instead.
+`die_at`: the rank kills itself when its save comes to that step. `raise_at`: it raises instead. `all_die_at`: it kills
+all ranks of the job.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tests.support.free_ports import free_ports
@@ -184,6 +186,10 @@ def _install_death(job: Mapping[str, Any]) -> None:
     def die(self: Any, name: str) -> None:
         if name == job.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if name == job.get("all_die_at"):
+            others = [one.pid for one in psutil.Process(os.getppid()).children() if one.pid != os.getpid()]
+            for pid in (*others, os.getpid()):
+                os.kill(pid, signal.SIGKILL)
         if name == job.get("raise_at"):
             raise RuntimeError("the disk of this rank is full")
         step(self, name)

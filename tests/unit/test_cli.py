@@ -11,20 +11,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import cluster
+from actors.saving.writer import begin_save
 from cluster import client
 from cluster.command_line.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
 from cluster.layouts.mesh import Layout
 from cluster.options import LoadOptions
 from cluster.planning import preview
+from cluster.saving.shards import TensorSpec, lay_out
 from cluster.telemetry.report import (
     ClusterStatus,
     LoadProgress,
@@ -37,6 +41,7 @@ from cluster.telemetry.report import (
     StageTimes,
     WorkerGroupStatus,
 )
+from storage.stores.local import LocalStore
 from tests.support.checkpoints import write_tiny_llama
 
 Run = Callable[..., tuple[int, str, str]]
@@ -542,6 +547,29 @@ def test_verify_of_an_unpublished_model_exits_with_1(run: Run, model: Path) -> N
     assert "not published, so there are no digests to compare; `longshore publish` writes them" in err
     code, out, _ = run("verify", str(model), "--json")
     assert (code, json.loads(out)["ok"]) == (1, False)
+
+
+def test_saves_lists_and_removes_what_was_interrupted(run: Run, tmp_path: Path) -> None:
+    uri = tmp_path / "m"
+    for value in (0, 1):  # the files of the first stay: the history names it
+        cluster.save({"a": torch.full((3, 4), float(value))}, uri)
+    before = set(uri.rglob("*"))
+    with closing(LocalStore(uri)) as store:
+        layouts = lay_out([TensorSpec("b", "F32", (1000, 500))], revision="0", max_shard_bytes=1 << 30)
+        _, begun = begin_save(store, layouts)
+    code, out, _ = run("saves", str(uri), "--json")
+    report = json.loads(out)
+    assert (code, report["cleaned"]) == (0, False)
+    assert {(item["kind"], item["revision"]) for item in report["leftovers"]} == {
+        ("upload", begun.revision),
+        ("journal", begun.revision),
+    }
+    code, out, _ = run("saves", str(uri), "--clean")
+    assert code == 0
+    assert out.count("removed: ") == 2
+    assert set(uri.rglob("*")) == before
+    assert "nothing" in run("saves", str(uri))[1]
+    assert cluster.verify(uri, progress=False).ok
 
 
 def test_verify_names_the_chunk_that_differs_and_exits_with_6(run: Run, model: Path) -> None:
