@@ -373,7 +373,7 @@ storage storage.arena storage.arena.arena storage.arena.slots storage.checkpoint
 storage.checkpoints.model_index storage.checkpoints.safetensors_header storage.checksum storage.disk
 storage.disk.files storage.errors storage.host storage.host.memory storage.host.processes storage.problems
 storage.peers storage.store_ref storage.stores storage.stores.requests storage.stores.local storage.stores.object_store
-storage.stores.open_store storage.stores.requests
+storage.stores.open_store storage.stores.parts storage.stores.requests
 """
 STARTING = """
 import pickle, sys
