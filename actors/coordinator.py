@@ -38,7 +38,7 @@ from cluster.node_settings import NodeSettings
 from cluster.planning.chunk_keys import Holdings
 from cluster.request import LoadRequest, StoreAccess, UpdateRequest
 from cluster.scheduling.holders import Holders
-from cluster.scheduling.load_state import Life, LoadState
+from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo, resolve_device
 from cluster.telemetry.chunk_map import ChunkMap, LoadEvent, NodeChunks, NodeView, ShardChunks
 from cluster.telemetry.logs import RepeatedWork, configure_logs
@@ -198,10 +198,8 @@ class Coordinator:
         """Handles of a model's workers, by rank. Raises RankLost while one is replaced, else why it cannot be used."""
         record = await self._record(model_id)
         async with record.changed:
-            # Who asks has had it ready: it is LOADING only until a restarted coordinator has heard its ranks.
-            with contextlib.suppress(TimeoutError):
-                settled = record.changed.wait_for(lambda: record.life.state is not LoadState.LOADING)
-                await asyncio.wait_for(settled, REBUILD_S)
+            with contextlib.suppress(TimeoutError):  # who asks has had it ready
+                await asyncio.wait_for(record.changed.wait_for(lambda: record.is_found), REBUILD_S)
             # A call that begins after the decision sees the new revision on every rank.
             await record.changed.wait_for(lambda: not record.exchanges or record.life.is_over)
         return record.workers()
@@ -234,8 +232,7 @@ class Coordinator:
         async with record.changed:
             # A restarted coordinator may be about to go on with this update: it first finds the ranks.
             with contextlib.suppress(TimeoutError):
-                settled = record.changed.wait_for(lambda: record.life.state is not LoadState.LOADING)
-                await asyncio.wait_for(settled, REBUILD_S)
+                await asyncio.wait_for(record.changed.wait_for(lambda: record.is_found), REBUILD_S)
         if update_id not in record.update_outcomes and update_id != record.updating_id:
             if record.is_updating:
                 raise UpdateRefused(

@@ -123,6 +123,7 @@ class SavedUpdate:
         return replace(self, request=replace(self.request, store=self.request.store.without_credentials()))
 
 
+_BEFORE_READY = (LoadState.PLANNING, LoadState.WAITING, LoadState.STARTING, LoadState.LOADING)
 _UPDATE = "update-"
 KEPT_OUTCOMES = 4  # of updates that are over, for clients that ask again
 
@@ -416,6 +417,11 @@ class ModelRecord:
     async def stop_task(self) -> None:
         """Cancel whoever leads the load, and an update of it; return when they have ended."""
         await stopped(task for task in (self.updating, self.task) if task is not None)
+
+    @property
+    def is_found(self) -> bool:
+        """Return whether the coordinator knows what the ranks have: False for a while after its restart."""
+        return not self.restored or self.life.state not in _BEFORE_READY
 
     # -- updates -------------------------------------------------------------------------------------------------------
 

@@ -757,10 +757,10 @@ class ClusterSimulation:
         logger = logging.getLogger(ROOT)  # the coordinator sets its level and handlers
         self._patches.callback(logger.setLevel, logger.level)
         enter(patch.object(logger, "handlers", [*logger.handlers]))
+        now = self.clock.monotonic
+        virtual = SimpleNamespace(monotonic=now, time=now, time_ns=lambda: int(now() * 1e9))
         for module in ON_THE_CLOCK:
-            enter(
-                patch.object(module, "time", SimpleNamespace(monotonic=self.clock.monotonic, time=self.clock.monotonic))
-            )
+            enter(patch.object(module, "time", virtual))
         for module in ASKS_RAY:
             enter(patch.object(module, "ray", self.ray))
         enter(patch.object(nodes, "available_resources_per_node", dict))
