@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +28,7 @@ from cluster.errors import DoesNotFit, ModelBroken, UpdateFailed, UpdateRefused
 from cluster.small_files import ModelSource
 from engines.filling import Weights
 from storage.checkpoints.model_index import ModelIndex
+from storage.host.memory import available_host_bytes
 from storage.problems import Problems, quote
 
 _ATTRIBUTE = "_longshore_weights"  # of a model: its ResidentWeights
@@ -202,9 +202,8 @@ class ResidentWeights:
     def stage(self, slots: Sequence[Slot], lazy: Iterable[tuple[str, Any]], load_weights: LoadWeights) -> Staged:
         """Read new parameters, verified, by the engine's own loader. The live ones are as before when this returns.
 
-        Raises DoesNotFit if there is no room for them, and what reading raises.
+        Raises what reading raises, and UpdateRefused if the engine fills them in another way than before.
         """
-        check_room(slots)
         names = {name for slot in slots for name in slot.sources}
         staged = Staged(list(slots), [slot.template.make() for slot in slots], names)
         watch = Watch()
@@ -255,20 +254,27 @@ class Update:
     streaming: bool
     changed: set[str] = field(default_factory=set)
     staged_bytes: int = 0  # at most, at one time
-    _groups: list[list[Slot]] = field(default_factory=list)
+    host_bytes: int = 0  # that ranks of this machine stage in host memory at one time
+    _batches: list[list[Slot]] = field(default_factory=list)  # exchanged one after the other
     _staged: Staged | None = None
 
-    def prepare(self) -> None:
-        """Stage everything that changed. A streaming update only looks whether there is room."""
+    def plan(self, place: str) -> Vote:
+        """Find out what changed, and say what this rank is about to do. `place` names its machine."""
         new = self.opened.index
         everything = {tensor.name for tensor in new.tensors}
         self.changed = everything if self.resident.broken else changed_tensors(self.resident.index, new)
-        self._groups = self.resident.affected(self.changed)
+        groups = self.resident.affected(self.changed)
+        self._batches = groups if self.streaming else [[slot for group in groups for slot in group]]
+        need = max((_bytes_on(batch, "cpu") for batch in self._batches), default=0)
+        return Vote(f"{self.uri} at revision {new.revision}{', streaming' if self.streaming else ''}", place, need)
+
+    def prepare(self) -> None:
+        """Stage everything that changed. A streaming update only looks whether there is room."""
         if not self.streaming:
-            self._staged = self._stage([slot for group in self._groups for slot in group])
+            self._staged = self._stage(self._batches[0])
             return
-        for group in self._groups:
-            check_room(group)
+        for batch in self._batches:
+            check_room(batch, self.host_bytes)
 
     def exchange(self) -> None:
         """Put the new contents into the live model."""
@@ -277,8 +283,8 @@ class Update:
             self.resident.exchange(self._staged, self.repack)
             self._staged = None
             return
-        for group in self._groups:
-            self.resident.exchange(self._stage(group), self.repack)
+        for batch in self._batches:
+            self.resident.exchange(self._stage(batch), self.repack)
 
     def finish(self) -> None:
         """Note that the model has the new revision."""
@@ -286,15 +292,27 @@ class Update:
         self.resident.index, self.resident.uri = self.opened.index, self.uri
 
     def _stage(self, slots: Sequence[Slot]) -> Staged:
+        check_room(slots, self.host_bytes)
         staged = self.resident.stage(slots, self.opened.lazy_tensors(), self.load_weights)
         self.staged_bytes = max(self.staged_bytes, staged.size_bytes)
         return staged
 
 
-def together(group: Any, ranks: int, step: Callable[[], object], *, exchanges: bool) -> None:
-    """Do one step of an update, tell all ranks whether it failed here, and raise if it failed anywhere.
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """The message of one rank to all others after a step of an update."""
 
-    Every rank calls it for each step, whatever happened to it before.
+    what: str = ""  # what it is about to do; the same on all ranks
+    place: str = ""  # names the machine, or what of it shares memory
+    host_bytes: int = 0  # of host memory that it will stage at one time
+    error: str = ""
+
+
+def together(group: Any, ranks: int, step: Callable[[], Vote | None], *, exchanges: bool) -> list[Vote]:
+    """Do one step of an update, and tell all ranks how it ended here. Raise if it failed anywhere.
+
+    Every rank calls it for each step, whatever happened to it before. Ranks that were asked for different revisions, or
+    of which one has missed a call, find it out here.
 
     Args:
         group: A process group that works with host memory.
@@ -302,38 +320,55 @@ def together(group: Any, ranks: int, step: Callable[[], object], *, exchanges: b
         step: What this rank has to do.
         exchanges: Whether the step changes the live model. Otherwise a failure leaves the old revision everywhere.
 
+    Returns:
+        The votes of all ranks, in their order.
+
     Raises:
-        UpdateFailed: Another rank failed, or is gone, before the exchange.
-        ModelBroken: Some rank failed, or is gone, in the exchange. The message lists ranks that have all of the new
-            revision.
+        UpdateFailed: Another rank failed, is gone, or was asked for something else, before the exchange.
+        ModelBroken: Some rank failed, or is gone, in the exchange. `updated_ranks` lists the ranks that are known to
+            have all of the new revision.
     """
-    error = None
+    error, vote = None, Vote()
     try:
-        step()
+        vote = step() or vote
     except Exception as failure:
-        error = failure
-    texts: list[str] = ["" if error is None else f"{type(error).__name__}: {error}"] * ranks
+        error, vote = failure, Vote(error=f"{type(failure).__name__}: {failure}")
+    votes = [vote] * ranks
     if ranks > 1:
         try:
-            torch.distributed.all_gather_object(texts, texts[0], group=group)
+            torch.distributed.all_gather_object(votes, vote, group=group)
         except (RuntimeError, ValueError) as gone:
             if not exchanges:
                 raise UpdateFailed("a rank is gone. This one has the revision that it had") from gone
-            state = "all of the new revision" if error is None else "contents of both revisions"
-            raise ModelBroken(f"a rank is gone. This one has {state}", hint="start the engine anew") from gone
-    failed = [rank for rank, text in enumerate(texts) if text]
+            own = [] if error is not None else [torch.distributed.get_rank(group)]
+            state = "all of the new revision" if own else "contents of both revisions"
+            raise ModelBroken(
+                f"a rank is gone. This one has {state}", hint="start the engine anew", updated_ranks=own
+            ) from gone
+    failed = [rank for rank, one in enumerate(votes) if one.error]
     if not failed:
-        return
+        if len(asked := {one.what for one in votes}) > 1:
+            raise UpdateFailed(
+                f"ranks were asked for different things, so nothing was touched: {'; '.join(sorted(asked))}",
+                hint="pass revision=, and update again",
+            )
+        return votes
     if not exchanges:
         if error is not None:
             raise error
-        raise UpdateFailed(f"rank {failed[0]} of {ranks} failed, so nothing was touched: {texts[failed[0]]}")
-    updated = [rank for rank, text in enumerate(texts) if not text]
+        raise UpdateFailed(f"rank {failed[0]} of {ranks} failed, so nothing was touched: {votes[failed[0]].error}")
+    updated = [rank for rank, one in enumerate(votes) if not one.error]
     raise ModelBroken(
-        f"rank {failed[0]} failed in the exchange: {texts[failed[0]]}. Ranks with all of the new revision: {updated}",
+        f"rank {failed[0]} failed in the exchange: {votes[failed[0]].error}. "
+        f"Ranks with all of the new revision: {updated}",
         hint="update again, which reads everything, or start the engine anew",
         updated_ranks=updated,
     ) from error
+
+
+def bytes_here(votes: Iterable[Vote], place: str) -> int:
+    """Return the host memory that the ranks of one machine stage together."""
+    return sum(vote.host_bytes for vote in votes if vote.place == place)
 
 
 def changed_tensors(old: ModelIndex, new: ModelIndex) -> set[str]:
@@ -407,16 +442,22 @@ def _standing_in(staged: Staged) -> Iterator[None]:
             owner._parameters[name] = was
 
 
-def check_room(slots: Sequence[Slot]) -> None:
-    """Raise DoesNotFit unless there is memory for new parameters on each device."""
-    devices = {slot.template.device for slot in slots}
-    for device in devices:
-        need = sum(slot.template.size_bytes for slot in slots if slot.template.device == device)
+def _bytes_on(slots: Iterable[Slot], kind: str) -> int:
+    return sum(slot.template.size_bytes for slot in slots if slot.template.device.type == kind)
+
+
+def check_room(slots: Sequence[Slot], host_bytes: int) -> None:
+    """Raise DoesNotFit unless there is memory for new parameters on each device.
+
+    `host_bytes`: what the ranks of this machine take of host memory together.
+    """
+    for device in {slot.template.device for slot in slots}:
         if device.type == "cuda":
+            need = sum(slot.template.size_bytes for slot in slots if slot.template.device == device)
             free, _ = torch.cuda.mem_get_info(device)
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         else:
-            free = psutil.virtual_memory().available - HEADROOM_BYTES
+            need, free = host_bytes, available_host_bytes() - HEADROOM_BYTES
         if need > free:
             raise DoesNotFit(
                 f"the update has to stage {need} bytes on {device}, and {max(free, 0)} are free. Nothing was touched",

@@ -11,10 +11,11 @@ group, so each chunk leaves the store once per machine. The workers agree before
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +25,16 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.attention import Attention
 
 from actors.reader.open_model import safe_open
-from cluster.errors import UpdateFailed
-from engines.resident_weights import ResidentWeights, Update, together
+from cluster.errors import UpdateFailed, UpdateRefused
+from engines.resident_weights import ResidentWeights, Update, Vote, bytes_here, together
 from engines.vllm import every_core, group_of_engine
 from storage.errors import LongshoreError
+from storage.host.processes import pid_namespace
+from storage.problems import quote
 
 _LOG = logging.getLogger("vllm.longshore")
-# Methods whose packing is repeated in place, or that pack nothing. Tests hold this list.
+# Methods whose packing is repeated in place, or that pack nothing. All others are refused.
+_OPTIONS = {"endpoint_url", "region", "profile", "anonymous"}
 REPEATABLE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
@@ -68,6 +72,10 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Do nothing: nothing stays open between updates."""
 
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take a new revision, as `receive_weights`. What was sent is read by all workers before they agree."""
+        self._guarded(lambda: self.parse_update_info(update_info))
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take the new revision, on every worker or on none. Only the last worker raises; others log their error.
 
@@ -78,32 +86,41 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             ModelBroken: A worker failed later. The message says which workers have the new revision.
             LongshoreError: A read failed. Every worker has the revision that it had.
         """
+        self._guarded(lambda: update_info)
+
+    def _guarded(self, info: Callable[[], UpdateInfo]) -> None:
         # vLLM reads the answers of its workers in order, up to the first error. The next call would then take those of
         # later workers for its own. So only the last worker raises.
         world = get_world_group()
         try:
-            self._take(update_info, world.cpu_group, world.world_size)
+            self._take(info, world.cpu_group, world.world_size)
         except Exception as error:
             if world.rank_in_group == world.world_size - 1:
                 raise
             _LOG.error("The update failed: %s", error)
 
-    def _take(self, update_info: UpdateInfo, group: Any, ranks: int) -> None:
-        self._updates = getattr(self, "_updates", 0) + 1
+    def _take(self, info: Callable[[], UpdateInfo], group: Any, ranks: int) -> None:
         begin_s = time.monotonic()
+        self._updates = getattr(self, "_updates", 0) + 1
+        place = pid_namespace()
         with contextlib.ExitStack() as stack:
             begun: list[Update] = []
 
-            def prepare() -> None:
+            def left_if_failed(step: Callable[[], Vote | None]) -> Vote | None:
                 try:
-                    begun.append(stack.enter_context(self._begin(update_info)))
-                    begun[0].prepare()
+                    return step()
                 except BaseException:
                     stack.close()  # other ranks here need not wait for this reader
                     raise
 
-            together(group, ranks, prepare, exchanges=False)
+            def begin() -> Vote:
+                begun.append(stack.enter_context(self._begin(info())))
+                return begun[0].plan(place)
+
+            votes = together(group, ranks, lambda: left_if_failed(begin), exchanges=False)
             (update,) = begun
+            update.host_bytes = bytes_here(votes, place)
+            together(group, ranks, lambda: left_if_failed(update.prepare), exchanges=False)
             together(group, ranks, update.exchange, exchanges=True)
             update.finish()
             report = update.opened.report()
@@ -123,6 +140,12 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _begin(self, info: UpdateInfo) -> Iterator[Update]:
         """Open the new revision, and yield what there is to do."""
         resident = ResidentWeights.of(self.model)
+        # What a request may change. It may not change which signatures are accepted.
+        if unknown := set(info.options) - _OPTIONS:
+            raise UpdateRefused(
+                f"an update has no options {', '.join(map(quote, sorted(unknown)))}",
+                hint=f"possible are {', '.join(sorted(_OPTIONS))}",
+            )
         options = {**resident.options, **info.options, "revision": info.revision or None, "cache": False}
         if group := group_of_engine():
             options |= {**group, "group": f"{group['group']} update {self._updates}"}
@@ -166,6 +189,7 @@ def update(
         **options: Of the store, as `safe_open` has them: `endpoint_url`, `region`, `profile`, `anonymous`.
 
     Raises:
+        UpdateRefused: The engine is asynchronous. It has methods of its own for each step.
         UpdateFailed: The engine did not take the revision. The message is that of the worker that failed, and says
             whether the old weights are still there.
 
@@ -174,6 +198,11 @@ def update(
         update(llm, "s3://models/policy/step-200")
         ```
     """
+    if inspect.iscoroutinefunction(llm.collective_rpc):
+        raise UpdateRefused(
+            "this engine is asynchronous",
+            hint="await its start_weight_update, update_weights, finish_weight_update and reset_prefix_cache",
+        )
     info = {"uri": uri, "revision": revision, "streaming": streaming, "options": options}
     try:
         llm.collective_rpc("start_weight_update")
@@ -187,4 +216,10 @@ def update(
             raise
         # Workers in other processes send texts.
         raise UpdateFailed(f"the engine did not take the new weights: {error}") from error
-    llm.reset_prefix_cache()
+    if llm.reset_prefix_cache() is False:
+        raise UpdateFailed(
+            "every worker has the new weights, but the prefix cache could not be emptied, as requests are running",
+            hint="call reset_prefix_cache when they have ended",
+        )
+    if hasattr(llm.llm_engine, "reset_encoder_cache"):
+        llm.llm_engine.reset_encoder_cache()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from cluster.small_files import ModelSource
 from engines import resident_weights
 from engines.filling import Weights, fill
 from engines.resident_weights import ResidentWeights, Update, Watch, changed_tensors, together
+from tests.support.free_ports import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +117,7 @@ def test_changed_modules_are_replaced_in_place(net: Net, tmp_path: Path, streami
     places = [net.embed.weight.data_ptr(), net.fused.weight.data_ptr()]
     with publish(tmp_path / "new", contents) as opened:
         update = update_to(net, opened, streaming=streaming)
+        update.plan("here")
         update.prepare()
         check(net, tensors(0))
         assert update.changed == {"up", "down"}
@@ -126,6 +132,7 @@ def test_tied_weights_are_read_once_and_stay_tied(net: Net, tmp_path: Path) -> N
     contents = {**tensors(0), "embed": tensors(1)["embed"]}
     with publish(tmp_path / "new", contents) as opened:
         update = update_to(net, opened)
+        update.plan("here")
         update.prepare()
         update.exchange()
         assert opened.report()["read_bytes"] == ROWS * COLUMNS * 2
@@ -139,6 +146,7 @@ def test_a_failed_read_leaves_the_old_weights(net: Net, tmp_path: Path) -> None:
         data[-5] ^= 1
         path.write_bytes(data)
         update = update_to(net, opened)
+        update.plan("here")
         with pytest.raises(cluster.LongshoreError):
             together(None, 1, update.prepare, exchanges=False)
     check(net, tensors(0))
@@ -148,6 +156,7 @@ def test_a_failed_read_leaves_the_old_weights(net: Net, tmp_path: Path) -> None:
 def test_a_failed_exchange_reads_everything_next_time(net: Net, tmp_path: Path) -> None:
     with publish(tmp_path / "new", {**tensors(0), "down": tensors(1)["down"]}) as opened:
         update = update_to(net, opened)
+        update.plan("here")
         update.prepare()
 
         def fails(module: torch.nn.Module) -> None:
@@ -158,6 +167,7 @@ def test_a_failed_exchange_reads_everything_next_time(net: Net, tmp_path: Path) 
             together(None, 1, update.exchange, exchanges=True)
         assert caught.value.details["updated_ranks"] == []
         again = update_to(net, opened)
+        again.plan("here")
         again.prepare()
         again.exchange()
         again.finish()
@@ -170,8 +180,13 @@ def test_too_little_room_is_an_error_before_a_byte_moves(
 ) -> None:
     monkeypatch.setattr(resident_weights, "HEADROOM_BYTES", 1 << 60)
     with publish(tmp_path / "new", tensors(1)) as opened:
+        update = update_to(net, opened)
+        vote = update.plan("here")
+        assert vote.host_bytes == 4 * ROWS * COLUMNS * 2
+        update.host_bytes = resident_weights.bytes_here([vote, vote, replace(vote, place="there")], "here")
+        assert update.host_bytes == 2 * vote.host_bytes  # two ranks of a machine
         with pytest.raises(DoesNotFit, match="Nothing was touched"):
-            update_to(net, opened).prepare()
+            update.prepare()
         assert opened.report()["read_bytes"] == 0
     check(net, tensors(0))
 
@@ -204,3 +219,68 @@ def test_unpublished_revisions_count_as_changed(old: OpenModel, tmp_path: Path) 
     with cluster.safe_open(folder) as plain:
         assert changed_tensors(old.index, plain.index) == set(NAMES)
     assert changed_tensors(old.index, old.index) == set[Any]()
+
+
+def ranks(job: str) -> list[str]:
+    """Run `job` on two gloo ranks, in processes of their own, and return what each printed."""
+    code = f"""
+import sys, torch
+from datetime import timedelta
+from engines.resident_weights import Vote, together
+rank, port = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+)
+def raises(error):
+    raise error
+try:
+{textwrap.indent(textwrap.dedent(job), "    ")}
+    print("done")
+except Exception as error:
+    print(type(error).__name__, error, getattr(error, "details", {{}}).get("updated_ranks"))
+"""
+    (port,) = free_ports(1)
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(port)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    return [process.communicate(timeout=120)[0].strip() for process in started]
+
+
+@pytest.mark.parametrize(
+    ("job", "found"),
+    [
+        pytest.param("together(None, 2, lambda: Vote('a'), exchanges=False)", ["done", "done"], id="agreed"),
+        pytest.param(
+            "together(None, 2, lambda: Vote(f'revision {rank}'), exchanges=False)",
+            ["UpdateFailed ranks were asked for different", "UpdateFailed ranks were asked for different"],
+            id="different revisions",
+        ),
+        pytest.param(
+            "together(None, 2, lambda: raises(KeyError('x')) if rank else None, exchanges=False)",
+            ["UpdateFailed rank 1 of 2 failed", "KeyError 'x'"],
+            id="one failed before",
+        ),
+        pytest.param(
+            "together(None, 2, lambda: raises(KeyError('x')) if rank else None, exchanges=True)",
+            ["ModelBroken rank 1 failed in the exchange", "ModelBroken rank 1 failed in the exchange"],
+            id="one failed in the exchange",
+        ),
+        pytest.param(
+            """
+            together(None, 2, lambda: None, exchanges=False)
+            if rank:
+                import os
+                os._exit(9)
+            together(None, 2, lambda: None, exchanges=True)
+            """,
+            ["ModelBroken a rank is gone. This one has all of the new revision", ""],
+            id="one died in the exchange",
+        ),
+    ],
+)
+def test_ranks_agree_or_say_why_not(job: str, found: list[str]) -> None:
+    said = ranks(job)
+    assert all(text.startswith(start) for text, start in zip(said, found, strict=True)), said
+    if said[0].startswith("ModelBroken"):
+        assert said[0].endswith("[0]")
