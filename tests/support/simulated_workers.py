@@ -20,6 +20,7 @@ from cluster import messages
 from cluster.errors import AgentEnded, ClusterLost, LoadCancelled, VersionMismatch
 from cluster.messages import (
     AgentBeat,
+    Assignment,
     Members,
     NodeFacts,
     NodeJob,
@@ -451,6 +452,7 @@ class SimWorker:
         self.cluster = node.cluster
         self.rank: SimRank | None = None
         self.store: StoreAccess | None = None
+        self.revision = ""
         self.stopped = False  # SIGSTOP
         self.leaderless = False  # its first thread has ended: Ray takes it for dead, the others go on
         self.dead = False
@@ -508,7 +510,7 @@ class SimWorker:
         needs = {job.rank: tables.wanted[job.rank].tolist()}
         load = SimLoad(job.load_id, model, needs, attempt=job.attempt)
         self.rank = load.placements[job.rank] = self.node.new_rank(load, job.rank, job.incarnation)
-        self.store = job.store
+        self.store, self.revision = job.store, job.revision
         self.node.ranks.append(self.rank)
         self.node.workers[self.rank.process] = self
         self._heard_s = self.cluster.clock.now_s
@@ -522,8 +524,10 @@ class SimWorker:
             pass  # it tries again for longer than the store is away
         self._later()
 
-    def assignment(self) -> tuple[str, StoreAccess] | None:
-        return None if self.rank is None or self.store is None else (self.rank.load.load_id, self.store)
+    def assignment(self) -> Assignment | None:
+        if self.rank is None or self.store is None:
+            return None
+        return Assignment(self.rank.load.load_id, self.store, self.revision)
 
     def stop(self) -> None:
         if self.rank is not None and not self.rank.left:
