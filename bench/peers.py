@@ -8,8 +8,9 @@ Every node is a host of its own (`bench.harness.hosts`), and so is the store, a 
 and no rank. "Each other" is LONGSHORE_PEER_PORT=0, "the store" is -1: every node reads the store for itself.
 
 Before the clock starts, a load of other bytes from local files starts the workers and uses their memory. So no chunk
-is in a cache. Chunks and window have their default size, and the arena is no larger than the window. Seconds are
-`LoadReport.load_s`. Bytes out of the store are those that the kernel counts on its link.
+is in a cache. The arena has 64 slots of one chunk each, all of them window. A small `--chunk` gives a small model as
+many chunks as a large one. Seconds are `LoadReport.load_s`. Bytes out of the store are those that the kernel counts on
+its link.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from bench.harness.rounds import REPOSITORY
 from bench.harness.run_folder import run_folder
 from bench.options import new_parser, output_folder, positive_float, positive_int, size, write_json
 from cluster.command_line.demo import sandbox
-from cluster.config import MIB, Config
+from cluster.config import Config
 from cluster.joining.patience import sigterm_kept
 from storage.stores.embedded_s3 import EmbeddedS3
 
 WAYS = {"each other": 0, "the store": -1}  # where nodes read -> peer_port
-ARENA_BYTES = 512 * MIB  # all of it window, as large as by default
+SLOTS = 64  # of the arena, all of it window: as many as by default
 SHM_BYTES = 1 << 30
 OBJECT_STORE_BYTES = 80_000_000  # about the least that Ray takes
 PLACEHOLDER_BYTES = 1 << 20
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=_counts, default="1,2,4,8", help="numbers of nodes, with commas")
     parser.add_argument("--mbit", type=positive_float, default=200.0, help="rate of every link, each way")
     parser.add_argument("--size", type=size, default="768MB", help="size of the model, which every node needs")
+    parser.add_argument("--chunk", type=size, default="8MiB", help="size of a chunk")
     parser.add_argument("--rounds", type=positive_int, default=3, help="loads of each line")
     parser.add_argument("--folder", type=Path, default="/tmp", help="folder for the model")
     out = str(REPOSITORY / "bench" / "out")
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_model(folder / "bench" / "twin", options.size, 2)
         write_model(folder / "bench" / "placeholder", PLACEHOLDER_BYTES, 3)
         model_bytes = sum(path.stat().st_size for path in (folder / "bench" / "model").glob("*.safetensors"))
-        with PeerCluster(folder, options.mbit) as there:
+        with PeerCluster(folder, options.mbit, options.chunk) as there:
             for count in options.nodes:
                 there.want(count)
                 for number in range(options.rounds):
@@ -137,9 +139,9 @@ def _row(same: Sequence[PeerLoad], loads: Sequence[PeerLoad], model_bytes: int, 
 class PeerCluster:
     """A store, a Ray cluster with a head here and its nodes on hosts, and Longshore on it."""
 
-    def __init__(self, folder: Path, mbit: float) -> None:
+    def __init__(self, folder: Path, mbit: float, chunk_bytes: int) -> None:
         """`folder`: has the bucket `bench`, with `model`, `placeholder` and a `twin` of other bytes."""
-        self._folder, self._mbit = folder, mbit
+        self._folder, self._mbit, self._chunk_bytes = folder, mbit, chunk_bytes
         self._stack = contextlib.ExitStack()
         self._hosts: list[Host] = []
 
@@ -150,7 +152,7 @@ class PeerCluster:
 
         with contextlib.ExitStack() as stack:
             for name in ("model", "twin", "placeholder"):
-                cluster.publish(str(self._folder / "bench" / name))
+                cluster.publish(str(self._folder / "bench" / name), chunk_bytes=self._chunk_bytes)
             self._environ = stack.enter_context(_environment())
             self._network = stack.enter_context(Network())
             self._store = self._network.add_host("store", [self._folder])
@@ -247,7 +249,12 @@ class PeerCluster:
         from cluster.joining.patience import Patience
 
         config = Config(
-            peer_port=peer_port, arena_bytes=ARENA_BYTES, cpu_ranks_per_node=1, warm_workers_s=LOAD_S, metrics_port=-1
+            peer_port=peer_port,
+            slot_bytes=self._chunk_bytes,
+            arena_bytes=SLOTS * self._chunk_bytes,
+            cpu_ranks_per_node=1,
+            warm_workers_s=LOAD_S,
+            metrics_port=-1,
         )
         ensure_coordinator(config, Patience(time.monotonic() + START_S))
         group = placement_group([{HEAD_RESOURCE: 1}])

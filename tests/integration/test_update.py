@@ -98,6 +98,24 @@ def test_only_what_changed_is_read(
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0)
+def test_two_nodes_read_what_changed_once_together(
+    longshore: Longshore, large: StoredModel, next_large: StoredModel, proxy: CountingProxy
+) -> None:
+    layout = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    with cluster.load(large.uri, **options_of(large, endpoint_url=proxy.endpoint_url, **layout)) as model:
+        assert len(model.report.nodes) == 2
+        whole_bytes = weights_read(proxy)
+        report = model.update(next_large.uri)
+        read_bytes = weights_read(proxy) - whole_bytes
+        assert model.call(shard_differs, str(next_large.folder), 2, 1, KV_HEADS) == [[]] * 4
+        assert read_bytes == report.read_bytes
+        assert 0.05 * whole_bytes < read_bytes < 0.09 * whole_bytes
+        assert report.bytes_by_source["peer"] == read_bytes  # what one node read, the other one was sent
+        assert report.ranks == ("exchanged",) * 4
+    longshore.assert_nothing_left()
+
+
 def test_loads_attach_to_the_new_revision(longshore: Longshore, llama: StoredModel, next_llama: StoredModel) -> None:
     options = options_of(llama, tensor_parallel_size=2)
     with cluster.load(llama.uri, **options) as model:
