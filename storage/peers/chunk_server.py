@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import logging
 import os
 import re
@@ -60,6 +61,7 @@ from storage.stores.object_store import ByteRange
 _LOG = logging.getLogger("longshore.peers")
 
 HEAD_S = 10.0  # a connection that has proved nothing yet, and the head of any request, may take so long in all
+HEAD_BYTES = 8192  # longest head after its first line: strangers use little memory
 IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs for a shorter time
 SENDING = 8  # connections that send at one time: with fewer, slow receivers keep the link from others
 WAIT_S = 20.0  # longest wait for a chunk that is on its way to this node
@@ -257,9 +259,12 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:
+            if len(self.open) >= self.most_connections and self._due:
+                self._cut(min(self._due, key=self._due.__getitem__))  # strangers keep no node out
             refused = self._ended or len(self.open) >= self.most_connections
             if not refused:
                 self.open.add(request)
+                self._due[request] = time.monotonic() + HEAD_S
         if refused:
             self.shutdown_request(request)
             return
@@ -291,9 +296,14 @@ class _Server(socketserver.ThreadingTCPServer):
         with self.lock:
             overdue = [connection for connection, until_s in self._due.items() if until_s < now_s]
             for connection in overdue:
-                del self._due[connection]
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                self._cut(connection)
+
+    def _cut(self, connection: socket.socket) -> None:
+        """End a connection that is due. Its thread closes it."""
+        del self._due[connection]
+        self.open.discard(connection)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         with self.lock:
@@ -311,6 +321,8 @@ class _Server(socketserver.ThreadingTCPServer):
             connections = list(self.open)
         if not first:
             return
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # else the next line waits until the server looks up, 0.5 s
         self.shutdown()
         for connection in connections:
             with contextlib.suppress(OSError):
@@ -333,12 +345,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.nonce = secrets.token_hex(16)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         set_timer(self.connection, socket.SO_SNDTIMEO, self.server.patience_s)
-        self.server.expect(self.connection, time.monotonic() + HEAD_S)
+        self.has_proved = False
 
     def parse_request(self) -> bool:
         """Read the head of a request, whose first line is here."""
-        self.server.expect(self.connection, time.monotonic() + HEAD_S)
-        return super().parse_request()
+        if self.has_proved:  # else its time runs since it connected
+            self.server.expect(self.connection, time.monotonic() + HEAD_S)
+        head, line = b"", b"-"
+        while line.strip(b"\r\n"):
+            line = self.rfile.readline(HEAD_BYTES + 1 - len(head))
+            head += line
+            if len(head) > HEAD_BYTES:
+                self.close_connection = True
+                return False
+        rest, self.rfile = self.rfile, io.BytesIO(head)
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = rest
 
     def do_GET(self) -> None:
         """Answer a request for a chunk."""
@@ -349,6 +373,7 @@ class _Handler(BaseHTTPRequestHandler):
             # Who has no key does not learn which loads there are.
             self._refuse(401, ("WWW-Authenticate", f'{REALM} nonce="{self.nonce}"'))
             return
+        self.has_proved = True
         self.server.came(self.connection)
         if named is None or asked is None:
             self._refuse(400)

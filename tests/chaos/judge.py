@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from actors.node.node_load import MAX_BATCH
 from cluster.telemetry.report import LoadReport
+from cluster.telemetry.stats import NodeReport
 from tests.chaos.cases import DAMAGING, Case, world
 from tests.support.fault_proxy import (
     Asked,
@@ -108,6 +110,21 @@ def in_flight_bytes(
     if case.arena == "smallest":
         each += size_bytes  # what a replaced worker had placed, its arena has long given to other chunks
     return lost + workers * each + agents * in_hand
+
+
+def needed_of_store(case: Case, nodes: Iterable[NodeReport], chunk_bytes: int, size_bytes: int) -> int:
+    """Return the bytes that have to leave the store for what a load's nodes say they had from elsewhere.
+
+    Where nothing befell nodes that feed each other, that is each chunk once, and again if one no longer had it.
+    """
+    needed, retries = 0, Counter[str]()
+    for node in nodes:
+        needed += node.needed_bytes - node.disk_bytes - max(0, node.peer_bytes - node.refetched_bytes)
+        retries.update(node.retries)
+    left_out = {"peer_unavailable", "peer_damaged", "peer_slow"} & retries.keys()
+    if not case.peers or case.strikes or case.disk or case.host or left_out:
+        return needed
+    return min(needed, size_bytes + retries["peer_without_chunk"] * chunk_bytes)
 
 
 def bytes_again(report: LoadReport, chunk_bytes: int) -> int:

@@ -28,6 +28,7 @@ from tests.chaos.judge import (
     in_flight_bytes,
     justifies,
     kind_of,
+    needed_of_store,
     wasted_bytes,
 )
 from tests.chaos.leaks import Leaks
@@ -161,7 +162,10 @@ class CaseRunner:
         kind, said = min(verdicts, key=lambda verdict: (HUNG, WRONG, REFUSED, EXACT).index(verdict[0]))
         if any(kind != EXACT for kind, _ in verdicts):
             return kind, said, 0
-        extra_bytes = max(0, proxy.weights_bytes() - sum(needed_bytes.values()))
+        needed = sum(needed_bytes.values())
+        if len(reports) == 1:
+            needed = needed_of_store(case, reports[0].nodes, CHUNK_BYTES, running.size_bytes)
+        extra_bytes = max(0, proxy.weights_bytes() - needed)
         threads = int(SETTINGS["fetch_threads"])
         may_bytes = sum(bytes_again(report, CHUNK_BYTES) for report in reports) + wasted_bytes(
             proxy.struck, CHUNK_BYTES

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.telemetry.stats import NodeReport
 from tests.chaos.__main__ import in_order, table
 from tests.chaos.bench import bench
 from tests.chaos.cases import RANKS_PER_NODE, Case, Strike, make_case, world
@@ -22,6 +23,7 @@ from tests.chaos.judge import (
     STAYING_ERRORS,
     in_flight_bytes,
     justifies,
+    needed_of_store,
     wasted_bytes,
 )
 from tests.chaos.run_case import CaseRunner, Outcome
@@ -134,6 +136,16 @@ def test_interrupted_reads_justify_no_bytes_fetched_again() -> None:
     assert in_flight_bytes(PLAIN, {"coordinator killed": 3, "client killed": 1}, 2, 100, 10_000) == 0
     assert in_flight_bytes(PLAIN, {"worker killed": 1}, 2, 100, 10_000) == 200
     assert in_flight_bytes(PLAIN, {"agent killed": 2}, 2, 100, 500) == 1000  # all that its ranks were about to read
+
+
+def test_nodes_that_feed_each_other_need_each_chunk_once() -> None:
+    first, second = (NodeReport(name, name, 100, 1000, 52, 520, 0, 0, 0, 0, peer_bytes=480) for name in "ab")
+    out, late = (replace(second, retries={cause: 1}) for cause in ("peer_unavailable", "peer_without_chunk"))
+    assert needed_of_store(PEERS, [first, second], 10, 1000) == 1000
+    assert needed_of_store(PEERS, [first, late], 10, 1000) == 1010
+    assert needed_of_store(PEERS, [first, out], 10, 1000) == 1040
+    for case in (PLAIN, replace(PEERS, strikes=(Strike("agent", 0.3),))):
+        assert needed_of_store(case, [first, second], 10, 1000) == 1040
 
 
 def test_the_table_counts_a_load_under_each_fault_it_had() -> None:

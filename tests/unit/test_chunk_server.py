@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import PeerUnavailable, ReadEnded, StoreError
-from storage.peers import Asker, NoChunk, Peer, chunk_path, chunk_server, peer_client
+from storage.peers import Asker, NoChunk, Peer, chunk_path, chunk_server, peer_client, proof
 from storage.peers.chunk_server import ChunkServer, ServedChunk, Turns
 from storage.peers.peer_client import GRACE_S, MAX_IDLE, Pace, PeerClient
 from storage.stores.object_store import ByteRange, cut
@@ -337,13 +337,33 @@ def test_a_server_that_ends_ends_its_readers(shelf: Shelf, client: PeerClient):
 
 def test_too_many_connections_are_closed(shelf: Shelf):
     server = ChunkServer(shelf, "127.0.0.1", 0, most_connections=2)
-    open_now = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
-    eventually(lambda: server.connections == 2, "they are not served")
+    clients = [PeerClient(f"asker-{at}") for at in range(3)]
+    for client in clients[:2]:
+        assert read(client, peer_of(server)) == shelf.data
     with socket.create_connection(("127.0.0.1", server.port)) as third:
         assert third.recv(1) == b""
-    for sock in open_now:
-        sock.close()
+    for client in clients[:2]:
+        assert read(client, peer_of(server)) == shelf.data
+        client.close()
     eventually(lambda: server.connections == 0, "closed connections count")
+    assert read(clients[2], peer_of(server)) == shelf.data
+    clients[2].close()
+    server.close()
+
+
+def test_strangers_keep_no_node_out(shelf: Shelf, client: PeerClient):
+    """They take all connections, and prove nothing. Each node that comes takes the place of the first of them."""
+    server = ChunkServer(shelf, "127.0.0.1", 0, most_connections=2)
+    with contextlib.ExitStack() as stack:
+        address = "127.0.0.1", server.port
+        strangers = [stack.enter_context(socket.create_connection(address, timeout=5)) for _ in range(2)]
+        eventually(lambda: server.connections == 2, "they are not served")
+        assert read(client, peer_of(server)) == shelf.data
+        assert strangers[0].recv(1) == b""
+        strangers += [stack.enter_context(socket.create_connection(address, timeout=5)) for _ in range(5)]
+        eventually(lambda: server.connections == 2, "there are more than may be")
+        assert read(client, peer_of(server), ByteRange(0, 1)) == shelf.data[:1]
+        assert strangers[-2].recv(1) == b""
     server.close()
 
 
@@ -368,6 +388,10 @@ REQUESTS: list[Callable[[], bytes]] = [
     lambda: b"GET /chunks/../../etc/passwd HTTP/1.1\r\nRange: bytes=0-1\r\n\r\n",
     lambda: b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
     lambda: b"POST " + chunk_path("llama", 1).encode() + b" HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
+    lambda: b"GET " + chunk_path("llama", 1).encode() + b" HTTP/1.1\r\n" + (b"A: " + b"b" * 60_000 + b"\r\n") * 90,
+    lambda: b"GET " + chunk_path("llama", 1).encode() + b" HTTP/0.9\r\n\r\n",
+    lambda: b"GET " + chunk_path("llama", 1).encode() + b"\r\n\r\n",
+    lambda: b"GET " + chunk_path("llama", 1).encode() + b" HTTP/1.1\r\nAuthorization: Longshore \xff\xfe\r\n\r\n",
     lambda: b"\r\n" * 3000,
     lambda: b"GET " + chunk_path("llama", 99999999999).encode() + b" HTTP/1.1\r\nRange: bytes=9-1\r\n\r\n",
 ]
@@ -376,21 +400,20 @@ REQUESTS: list[Callable[[], bytes]] = [
 @pytest.mark.parametrize("number", range(len(REQUESTS)))
 def test_nothing_that_is_said_breaks_the_server(server: ChunkServer, client: PeerClient, shelf: Shelf, number: int):
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
-        sock.sendall(REQUESTS[number]())
-        sock.shutdown(socket.SHUT_WR)
         answer = b""
-        try:
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            sock.sendall(REQUESTS[number]())
+            sock.shutdown(socket.SHUT_WR)
             while data := sock.recv(MIB):
                 answer += data
-        except ConnectionResetError:
-            pass
     assert not answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 500"))
     assert read(client, peer_of(server)) == shelf.data
     assert shelf.taken == 1
 
 
-def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off(
-    server: ChunkServer, client: PeerClient, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("again", [b"x", b"GET /chunks/llama/1 HTTP/1.1\r\n\r\n"], ids=["a byte", "a request"])
+def test_a_stranger_that_sends_something_now_and_then_is_cut_off(
+    server: ChunkServer, monkeypatch: pytest.MonkeyPatch, again: bytes
 ):
     monkeypatch.setattr(chunk_server, "HEAD_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port)) as stranger:
@@ -398,10 +421,78 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off(
 
         def is_cut_off() -> bool:
             try:
-                stranger.sendall(b"x")
+                stranger.sendall(again)
             except OSError:
                 return True
             return False
 
-        eventually(is_cut_off, "a head without an end is waited for")
+        eventually(is_cut_off, "who proves nothing is served for ever", timeout_s=5)
     eventually(lambda: not server.connections, "its thread is still there")
+
+
+def test_a_head_takes_little_memory(server: ChunkServer):
+    """The server reads no head to its end that is longer than any of ours."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
+        stranger.sendall(b"GET /chunks/llama/1 HTTP/1.1\r\n" + b"A: " + b"b" * (2 * chunk_server.HEAD_BYTES))
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""  # before the head's end, and before its time is over
+
+
+class Asking:
+    """A connection of a node with the load's key, which says what it likes."""
+
+    def __init__(self, server: ChunkServer) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+        self.nonce = ""
+        self.nonce = self.ask().partition('nonce="')[2].partition('"')[0]
+
+    def ask(self, said: str = "/chunks/llama/1", proved: str = "", key: bytes = KEY, **about: str) -> str:
+        """Return the head of the answer. `said`, `range`: what is asked for; `proved`: for what a proof is given."""
+        range_said = about.get("range", "bytes=0-1")
+        sign = proof(key, self.nonce, proved or said, about.get("range_proved", range_said))
+        lines = [f"GET {said} HTTP/1.1", f"Range: {range_said}", f"X-Longshore-Node: {Shelf.node}"]
+        self.sock.sendall("\r\n".join([*lines, f"Authorization: Longshore {sign}", "", ""]).encode())
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            answer += self.sock.recv(4096)
+        return answer.decode("latin-1")
+
+
+@pytest.fixture
+def asking(server: ChunkServer) -> Iterator[Asking]:
+    asking = Asking(server)
+    with asking.sock:
+        yield asking
+
+
+def test_a_proof_is_of_no_use_for_another_request(asking: Asking, shelf: Shelf):
+    for other in (
+        {"said": "/chunks/llama/2", "proved": "/chunks/llama/1"},
+        {"said": "/chunks/other/1", "proved": "/chunks/llama/1"},
+        {"range": "bytes=0-9", "range_proved": "bytes=0-1"},
+        {"key": b""},
+    ):
+        assert asking.ask(**other).startswith("HTTP/1.1 401")  # type: ignore[arg-type]
+    assert not shelf.taken
+    assert asking.ask().startswith("HTTP/1.1 206")
+
+
+def test_ranges_outside_a_chunk_are_refused(asking: Asking, shelf: Shelf):
+    """The bytes after a chunk in the arena are those of another one, perhaps of another load."""
+    nines = "9" * 19
+    for asked, status in (
+        (f"bytes=0-{CHUNK_BYTES}", 416),
+        (f"bytes={CHUNK_BYTES}-{CHUNK_BYTES}", 416),
+        ("bytes=9-1", 416),
+        (f"bytes={nines}-{nines}", 416),
+        (f"bytes=0-9{nines}", 400),
+        ("bytes=-5", 400),
+        ("bytes=5-", 400),
+        ("bytes=0-1,4-5", 400),
+        ("", 400),
+    ):
+        answer = asking.ask(range=asked)
+        assert answer.startswith(f"HTTP/1.1 {status} "), asked
+        assert answer.endswith("Content-Length: 0\r\n\r\n"), asked
+        eventually(lambda: shelf.held == 0, "the chunk stays held")
+    assert asking.ask().startswith("HTTP/1.1 206")

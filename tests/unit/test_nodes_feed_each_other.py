@@ -19,9 +19,11 @@ from cluster.messages import Members, NodePeer, PeerSource
 from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
 from cluster.telemetry.stats import NodeTraffic
+from storage.errors import PeerUnavailable
 from storage.peers import Asker, Peer, nixl_carrier
 from storage.peers.chunk_server import ChunkServer, ServedChunk
 from storage.peers.nixl_carrier import NixlReader
+from storage.peers.peer_client import PeerClient
 from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 from tests.support.fake_nixl import FakeAgent
@@ -258,6 +260,32 @@ def test_a_node_that_ends_in_the_middle_is_left_for_the_store(nodes_of: Any):
     assert any("peer_unavailable" in report.retries for report in reports)
     for report in reports:
         assert report.store_bytes + report.peer_bytes == report.needed_bytes
+
+
+def test_a_node_serves_only_chunks_of_its_loads_to_their_members(nodes_of: Any):
+    """Another load of the same node, and another model in the same arena, have keys of their own."""
+    nodes = nodes_of(2, (1, 2, 1), 1000)
+    nodes.load()
+    agent, plan = nodes.nodes[0].agent, nodes.plan
+    other = Members((NodePeer("node-0", (0,), None),), b"other key")
+    nodes.nodes[0].begin(plan, "other", nodes.ranks_of[0], members=other)
+    needed = {*plan.ranks[0].chunk_ids.tolist()}
+    here, foreign = min(needed), min({*range(len(plan.chunks))} - needed, default=len(plan.chunks))
+    client, first = PeerClient("node-1"), ByteRange(0, 1)
+
+    def status(chunk: int, key: bytes = KEY, load_id: str = "llama") -> int:
+        try:
+            client.read(agent.facts().peer, load_id, chunk, key, first, [memoryview(bytearray(1))])
+        except PeerUnavailable as error:
+            return int(error.details["status"])
+        return 206
+
+    assert status(here) == status(here, b"other key", "other") == 206
+    assert status(here, b"other key") == status(here, KEY, "other") == status(here, KEY, "none") == 401
+    assert status(foreign) == status(len(plan.chunks)) == status(999_999_999) == 404
+    agent.end("llama")
+    assert status(here) == 404
+    client.close()
 
 
 @pytest.mark.parametrize("kept", [True, False])
