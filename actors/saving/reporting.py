@@ -87,7 +87,9 @@ class SaveReporter:
 
             # Asked once: a call that needs Ray's head may end the process when the head is gone.
             coordinator: Any = ray.get_actor(COORDINATOR, namespace=NAMESPACE)
-            group = group_of_worker(ray.get_runtime_context().get_actor_name() or "") or ""
+            context: Any = ray.get_runtime_context()
+            is_worker = getattr(getattr(context, "worker", None), "mode", None) == ray.WORKER_MODE
+            group = group_of_worker(context.get_actor_name() or "") or "" if is_worker else ""
         except Exception as error:  # no coordinator runs, or the connection is closed
             _LOG.debug("the save is not reported: %s", error)
             return

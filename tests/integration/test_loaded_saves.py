@@ -64,7 +64,7 @@ def test_a_quantized_model_saves_what_it_holds(longshore: Longshore, folder: Pat
     with cluster.load(str(folder), tensor_parallel_size=2, quantization="int4", device="cpu") as model:
         report = model.save(tmp_path / "m", extra_files={"note.txt": b"four bits"})
         config = model.report.quantization_config
-        assert_it_was_seen(longshore, report, model.model_id)
+        assert_it_was_seen(longshore, str(tmp_path / "m"), report, model.model_id)
     expected: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         made = {"": weight} if "_proj" not in name else quantized(weight, "int4")
@@ -80,13 +80,13 @@ def test_a_quantized_model_saves_what_it_holds(longshore: Longshore, folder: Pat
     assert (tmp_path / "m/note.txt").read_bytes() == b"four bits"
 
 
-def assert_it_was_seen(longshore: Longshore, report: SaveReport, model_id: str) -> None:
+def assert_it_was_seen(longshore: Longshore, uri: str, report: SaveReport, model_id: str) -> None:
     """Check the metrics, the status and the events of a model's save, and of one that then fails in this process."""
     with pytest.raises(cluster.SaveRefused):
-        cluster.save({"a": torch.ones(4)}, Path(report.uri) / "part", max_shard_bytes=1)
+        cluster.save({"a": torch.ones(4)}, Path(uri) / "part", max_shard_bytes=1)
     status = longshore.status()
     saved, refused = (save.progress for save in status.saves)
-    assert (saved.state, saved.ranks, saved.uri, saved.revision) == ("published", 2, report.uri, report.revision)
+    assert (saved.state, saved.ranks, saved.uri, saved.revision) == ("published", 2, uri, report.revision)
     assert (saved.total_bytes, saved.done_bytes) == (report.size_bytes, report.size_bytes)
     assert (refused.state, refused.error, refused.ranks) == ("failed", "SaveRefused", 1)
     assert saved.save_id in str(status)
@@ -103,7 +103,7 @@ def assert_it_was_seen(longshore: Longshore, report: SaveReport, model_id: str) 
     found = scrape(status.metrics_url)
     assert counted.items() <= found.items(), found
     begun, *_, published = client.events(saved.save_id, address=longshore.address)
-    assert begun.message == f"a save has begun: {report.uri}, 2 ranks"
+    assert begun.message == f"a save has begun: {uri}, 2 ranks"
     assert (published.details["revision"], published.details["written_bytes"]) == (
         report.revision,
         report.written_bytes,
