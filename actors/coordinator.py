@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,9 +40,10 @@ from cluster.request import LoadRequest, StoreAccess, UpdateRequest
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo, resolve_device
-from cluster.telemetry.chunk_map import ChunkMap, LoadEvent, NodeChunks, NodeView, ShardChunks
-from cluster.telemetry.logs import RepeatedWork, configure_logs
+from cluster.telemetry.chunk_map import ChunkMap, EventLog, LoadEvent, NodeChunks, NodeView, ShardChunks
+from cluster.telemetry.logs import RepeatedWork, configure_logs, log_events
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
+from cluster.telemetry.saves import SaveProgress
 from cluster.telemetry.update_report import UpdateReport
 from longshore.installation import PROTOCOL_VERSION, __version__, check_packages
 from storage.errors import LongshoreError
@@ -52,12 +53,14 @@ SAME_S = 0.5  # asked again within this, by whomever, the answer is the same
 ANSWER_S = 2.0  # an agent that is well answers at once
 
 
-async def events_after(record: ModelRecord, number: int, timeout_s: float) -> tuple[LoadEvent, ...]:
+async def events_after(
+    log: EventLog, changed: asyncio.Condition, number: int, timeout_s: float
+) -> tuple[LoadEvent, ...]:
     """Events with a higher number; waits up to `timeout_s` for the first."""
-    async with record.changed:
+    async with changed:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(record.changed.wait_for(lambda: bool(record.events.after(number))), timeout_s)
-    return record.events.after(number)
+            await asyncio.wait_for(changed.wait_for(lambda: bool(log.after(number))), timeout_s)
+    return log.after(number)
 
 
 class ChunkMaps:
@@ -139,6 +142,8 @@ class Coordinator:
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
         self._idle_agents = IdleAgents(config, self._agents, self._worker_groups, self._models, self._admission)
         self._chunk_maps = ChunkMaps()
+        self._saves = self._agents.metrics.saves
+        self._saves_changed = asyncio.Condition()
         self._keeper: asyncio.Task[None] | None = None
         self._rebuilding: asyncio.Task[None] | None = None
 
@@ -285,12 +290,23 @@ class Coordinator:
         nodes_now, worker_groups, url = self._agents.status(), self._worker_groups.status(), self._metrics.url
         settings = self._settings.of_coordinator()
         return ClusterStatus(
-            __version__, self._incarnation, tuple(models), nodes_now, worker_groups, url, tuple(ended), settings
+            __version__,
+            self._incarnation,
+            tuple(models),
+            nodes_now,
+            worker_groups,
+            url,
+            tuple(ended),
+            settings,
+            self._saves.status(time.monotonic()),
         )
 
     async def events(self, model_id: str, after: int, timeout_s: float) -> tuple[LoadEvent, ...]:
-        """Return a load's events after number `after`; wait up to `timeout_s` for the first."""
-        return await events_after(await self._record(model_id), after, timeout_s)
+        """Return a load's or a save's events after number `after`; wait up to `timeout_s` for the first."""
+        if (save_now := self._saves.find(model_id)) is not None:
+            return await events_after(save_now.log, self._saves_changed, after, timeout_s)
+        record = await self._record(model_id)
+        return await events_after(record.events, record.changed, after, timeout_s)
 
     async def chunks(self, model_id: str) -> ChunkMap:
         """Return the place of every chunk of a load, and where each node had its bytes from."""
@@ -331,6 +347,12 @@ class Coordinator:
             self._keeper.cancel()
         await self._planner.close()
         await asyncio.to_thread(self._metrics.close)
+
+    async def save_progress(self, packed: bytes) -> None:
+        """Take a report of a save, which is in the message that `pack_message` made. Raises VersionMismatch."""
+        self._start_keeper()
+        progress: SaveProgress = unpack_message(packed, "a rank that saves", "the coordinator")
+        await self._tell_save(progress, self._saves.received(progress, time.monotonic(), time.time()))
 
     async def agent_of(self, node_id: str, by_reader: bool = False) -> Any:
         """Handle of a node's agent, with this cluster's settings; started when there is none."""
@@ -415,6 +437,18 @@ class Coordinator:
         await record.stop_task()
         await self._load_run(record).end(error)
 
+    async def _tell_save(self, progress: SaveProgress, events: Sequence[LoadEvent]) -> None:
+        """Log the events of a save, note them at the model that saves itself, and wake whoever waits."""
+        if not events:
+            return
+        log_events(_LOG, progress.save_id, None, events)
+        group = progress.worker_group
+        for record in [each for each in self._models.values() if group and each.worker_group_id == group]:
+            if record.is_usable:
+                await record.note_save(progress.save_id, events)
+        async with self._saves_changed:
+            self._saves_changed.notify_all()
+
     def _start_keeper(self) -> None:
         if self._problem is not None:
             return
@@ -433,6 +467,9 @@ class Coordinator:
             with work.turn("the look at agents"), contextlib.suppress(RayError):
                 await self._agents.forget_dead_nodes()
                 await self._idle_agents.look()
+            with work.turn("the look at saves"):
+                for progress, event in self._saves.look(now_s, time.time()):
+                    await self._tell_save(progress, [event])
             if orphans.is_due(now_s):
                 known = {record.worker_group_id for record in self._models.values() if not record.life.is_over}
                 with work.turn("the look for orphans"):

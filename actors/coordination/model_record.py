@@ -26,12 +26,12 @@ from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
 from cluster.scheduling.topology import NodeInfo, sending_weight
-from cluster.scheduling.update_state import UpdateLife
-from cluster.telemetry.chunk_map import EventLog
+from cluster.scheduling.update_state import RankStep, UpdateLife, UpdatePhase
+from cluster.telemetry.chunk_map import EventLog, LoadEvent
 from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.logs import log_events
 from cluster.telemetry.metrics import model_label
-from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus
+from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus, UpdateProgress
 from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory
@@ -181,6 +181,8 @@ class ModelRecord:
     had_credentials: bool = False  # restored, and some client had passed credentials, which are in no saved state
     update: SavedUpdate | None = None  # that is under way
     update_life: UpdateLife | None = None  # of the last update
+    update_bytes: dict[int, int] = field(default_factory=dict)  # by rank: that it has read for the update
+    update_total_bytes: int = 0  # that all ranks read for it
     update_text: str = ""  # for people: what it does, or how it ended
     update_heard: Callable[[AgentBeat], None] | None = None  # takes heartbeats while an update reads
     updating: asyncio.Task[None] | None = None  # leads the update
@@ -423,6 +425,13 @@ class ModelRecord:
         """Return whether the coordinator knows what the ranks have: False for a while after its restart."""
         return not self.restored or self.life.state not in _BEFORE_READY
 
+    async def note_save(self, save_id: str, events: Iterable[LoadEvent]) -> None:
+        """Note what happens to a save of this model by its own ranks."""
+        for each in events:
+            text = f"{save_id}: {each.message}"
+            self.events.add(time.time(), each.kind, text, rank=each.rank, host=each.host, **each.details)
+        await self.touch()
+
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @property
@@ -438,6 +447,7 @@ class ModelRecord:
     def lead_update(self, update_id: str, work: Coroutine[Any, Any, UpdateReport]) -> None:
         """Run the task that leads an update. Its end is noted, however it comes."""
         self.updating_id = update_id
+        self.update_bytes, self.update_total_bytes = {}, 0
         self.updating = asyncio.get_running_loop().create_task(self._lead_update(update_id, work))
 
     async def _lead_update(self, update_id: str, work: Coroutine[Any, Any, UpdateReport]) -> None:
@@ -458,14 +468,49 @@ class ModelRecord:
                 how = ("broken" if self.broken else "failed") if failed else "done"
                 changed_bytes = outcome.changed_bytes if isinstance(outcome, UpdateReport) else 0
                 self.metrics.updated(model_label(self.request.uri), how, changed_bytes)
-            await self.say_update(f"the update failed: {outcome}" if failed else str(outcome), over=True)
+            await self.say_update(f"the update failed: {outcome}" if failed else str(outcome), outcome)
 
-    async def say_update(self, text: str, *, over: bool = False) -> None:
-        """Note for people what the update does, and wake whoever waits."""
+    async def say_update(self, text: str, outcome: UpdateReport | LongshoreError | None = None) -> None:
+        """Note for people what the update does, or its outcome, and wake whoever waits."""
         self.update_text = text
+        rank: int | None = None
+        details: dict[str, Any] = {}
+        if isinstance(outcome, UpdateReport):
+            details = {
+                "state": UpdatePhase.DONE.value,
+                "revision": outcome.revision,
+                "changed_bytes": outcome.changed_bytes,
+                "read_bytes": outcome.read_bytes,
+            }
+        elif outcome is not None:
+            rank = outcome.details.get("rank")
+            details = {"state": UpdatePhase.FAILED.value, "error": type(outcome).__name__}
         with self._logged():
-            self.events.add(time.time(), "update", text)
-        await self.touch("" if over else text)
+            self.events.add(time.time(), "update", text, rank=rank, **details)
+        await self.touch(text if outcome is None else "")
+
+    def updating_now(self) -> UpdateProgress | None:
+        """Return the progress of the update that is under way; None if none is."""
+        if not self.is_updating:
+            return None
+        life = self.update_life if self.update is not None else None
+        steps = () if life is None else life.ranks
+        not_yet = (RankStep.OLD, RankStep.STAGED) if life is not None and life.decided else (RankStep.OLD,)
+        return UpdateProgress(
+            phase="planning" if life is None else life.phase.value,
+            ranks_done=sum(step not in not_yet for step in steps),
+            ranks_total=len(self.placements),
+            read_bytes=sum(self.update_bytes.values()),
+            total_bytes=self.update_total_bytes,
+        )
+
+    def reads_for_update(self, size_bytes: int) -> None:
+        """Note how many bytes all ranks read for the update."""
+        self.update_total_bytes = size_bytes
+
+    def has_read_for_update(self, rank: int, size_bytes: int) -> None:
+        """Note how many bytes a rank has read for the update."""
+        self.update_bytes[rank] = max(size_bytes, self.update_bytes.get(rank, 0))
 
     def begin_update(self, update: SavedUpdate, life: UpdateLife, heard: Callable[[AgentBeat], None]) -> None:
         """Note an update, before any rank is asked to read. `heard` takes the agents' heartbeats."""
@@ -678,6 +723,7 @@ class ModelRecord:
             ranks=tuple(self._rank_status(rank) for rank in range(len(self.life.ranks))),
             ended_age_s=time.monotonic() - self.ended_s if self.life.is_over else 0.0,
             update=self.update_text,
+            updating=self.updating_now(),
         )
 
     def as_asked(self) -> LoadRequest:

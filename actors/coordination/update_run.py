@@ -82,6 +82,7 @@ class UpdateRun:
             asked.update_id, target, record.revision, update.plan.revision, update.plan.signed_by, asked.streaming
         )
         planned_s = time.monotonic()
+        record.reads_for_update(sum(each.read_bytes for each in update.ranks))
         host_bytes = await self._room(update, asked.streaming)
         self._check_ready()  # nothing is awaited from here until the update is noted
         self._incarnations = _incarnations(record)
@@ -252,6 +253,8 @@ class UpdateRun:
         load_id = here[0].load_id
         known = {(load.load_id, load.attempt) for load in beat.loads}
         for rank in beat.ranks:
+            if rank.load_id == load_id:
+                self._record.has_read_for_update(rank.rank, rank.placed_bytes)
             if rank.load_id == load_id and not rank.done and rank.silent_s > self._config.stuck_after_s:
                 self._fail(UpdateFailed("a rank does not answer", rank=rank.rank, silent_s=round(rank.silent_s, 1)))
         missing = [job for job in here if job.part not in known]
@@ -365,11 +368,13 @@ class UpdateRun:
                 model=record.model_id,
             )
         await save(record)
+        who = {"rank": error.details["rank"]} if "rank" in error.details else {}
         return UpdateFailed(
             f"the update ended before its exchange; every rank has revision {saved.base[:12]}: {error}",
             model=record.model_id,
             revision=saved.base,
             cause=type(error).__name__,
+            **who,
         )
 
     async def _drop_on_ranks(self, update_id: str) -> None:

@@ -11,16 +11,17 @@ filled by the round that runs, while the parts of the round before are written.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import json
 import os
 import queue
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -29,6 +30,7 @@ from actors.saving.exchange import Ranks
 from actors.saving.handles import wait_for_background_saves
 from actors.saving.held import HeldTensors, byte_slice
 from actors.saving.hf_names import as_stored, config_files
+from actors.saving.reporting import SaveReporter
 from actors.saving.training_state import LINK_KEY, STATE_KEY, collect_state, link_file
 from actors.saving.writer import (
     Begun,
@@ -55,6 +57,7 @@ from cluster.saving.shards import (
     revision_of_file,
 )
 from cluster.saving.unchanged import StoredChunks
+from cluster.telemetry.saves import PUBLISHING, WRITING
 from storage.checkpoints.model_index import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from storage.checksum import MANIFEST_HASH_NAMES
 from storage.errors import DependencyChanged, LongshoreError, StoreError
@@ -69,6 +72,7 @@ from storage.stores.requests import RetryPolicy
 ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
 DEFAULT_SLOTS = 4
 ROUNDS_PER_GATHER = 4  # after so many rounds the records of written parts go to rank 0
+_COUNTS = struct.Struct("<4Q")  # of a rank, before its records
 _RECORDS = TypeAdapter(tuple[PartRecord, ...])
 
 
@@ -217,15 +221,19 @@ def save(
         credentials=credentials,
         config=config,
     )
+    reporter = SaveReporter(given.uri, ranks.rank, ranks.size, started_s)
     try:
-        report = _Save(ranks, given, started_s).run(state_dict)
+        report = _Save(ranks, given, started_s, reporter).run(state_dict)
     except _Agreed as refused:
         ranks.close()
+        reporter.failed(refused.error)
         raise refused.error from None
     except BaseException as error:
         ranks.close(error)
+        reporter.failed(error)
         raise
     ranks.close()
+    reporter.published(revision=report.revision)
     return report
 
 
@@ -287,14 +295,16 @@ class _Agreed(Exception):
 class _Save:
     """One save of one rank."""
 
-    def __init__(self, ranks: Ranks, given: _Arguments, started_s: float) -> None:
+    def __init__(self, ranks: Ranks, given: _Arguments, started_s: float, reporter: SaveReporter) -> None:
         self._ranks = ranks
         self._given = given
         self._started_s = started_s
+        self._reporter = reporter
         self._policy = RetryPolicy()
         self._files: dict[str, Contents] = {}
         self._chunk_bytes = 0
         self._foreign = _Peak()
+        self._counts: list[_Counts] = []  # of each rank, when the records were last shared
         self._seconds = dict.fromkeys(("plan_s", "exchange_s", "write_s", "commit_s"), 0.0)
 
     def run(self, state: Mapping[str, Any]) -> SaveReport:
@@ -327,13 +337,15 @@ class _Save:
                 writer = CheckpointWriter(
                     store, layouts, begun, policy=self._policy, stored=self._stored_chunks(store, begun)
                 )
+                self._reporter.enter(WRITING, functools.partial(self._progress, writer, layouts))
                 if self._write(writer, layouts, merged, plan, held):
                     break
             self._step("commit")
+            self._reporter.enter(PUBLISHING, functools.partial(self._progress, writer, layouts))
             with self._timed("commit_s"):
                 revision = self._commit(writer)
                 self._keep(store, begun)
-            return self._report(writer, layouts, merged, plan, begun, revision, store.uri)
+            return self._report(layouts, merged, plan, begun, revision, store.uri)
 
     def _stored_chunks(self, store: ObjectStore, begun: Begun) -> StoredChunks | None:
         if self._given.since is None or begun.manifest_etag is None:
@@ -462,8 +474,9 @@ class _Save:
                 policy=self._policy,
                 anew=anew,
             )
-            data = begun.model_dump_json().encode()
-        data = self._ranks.broadcast(data, 0)
+            data = f"{self._reporter.save_id}\n{begun.model_dump_json()}".encode()
+        save_id, _, data = self._ranks.broadcast(data, 0).partition(b"\n")
+        self._reporter.known_as(save_id.decode("ascii", "replace"))
         try:
             begun = Begun.model_validate_json(data)
         except ValidationError as error:
@@ -520,10 +533,13 @@ class _Save:
                 differs.set()  # what still waits is not written when this ends early
 
     def _share(self, writer: CheckpointWriter, differs: threading.Event) -> bool:
-        """Give rank 0 the records of written parts. Return False if a rank must begin anew."""
-        mine = _RECORDS.dump_json(tuple(writer.take_records()))
-        answers = self._ranks.gather((b"!" if differs.is_set() else b".") + mine)
+        """Give rank 0 the records of written parts, and all ranks the counts. Return False if one must begin anew."""
+        mine = _COUNTS.pack(*self._count(writer)) + (b"!" if differs.is_set() else b".")
+        answers = self._ranks.gather(mine + _RECORDS.dump_json(tuple(writer.take_records())))
+        self._counts = [_Counts.load(answer) for answer in answers]
+        answers = [answer[_COUNTS.size :] for answer in answers]
         if any(answer[:1] != b"." for answer in answers):
+            self._counts = []  # another writer counts from 0
             return False
         if self._ranks.rank == 0:
             try:
@@ -532,6 +548,14 @@ class _Save:
                 raise SaveError("a rank sent unreadable records of its parts") from error
             writer.note(records)
         return True
+
+    def _count(self, writer: CheckpointWriter) -> _Counts:
+        return _Counts(writer.written_bytes, writer.reused_bytes, writer.copied_bytes, self._foreign.peak_bytes)
+
+    def _progress(self, writer: CheckpointWriter, layouts: Sequence[ShardLayout]) -> dict[str, int]:
+        """Return what all ranks have done: this rank now, the others when they last shared their counts."""
+        counts = [self._count(writer), *(count for rank, count in enumerate(self._counts) if rank != self._ranks.rank)]
+        return {"total_bytes": sum(layout.size_bytes for layout in layouts), **_Counts.of_all(counts)._asdict()}
 
     def _commit(self, writer: CheckpointWriter) -> str:
         data = b""
@@ -542,7 +566,6 @@ class _Save:
 
     def _report(
         self,
-        writer: CheckpointWriter,
         layouts: Sequence[ShardLayout],
         merged: Merged,
         plan: Schedule,
@@ -550,8 +573,7 @@ class _Save:
         revision: str,
         uri: str,
     ) -> SaveReport:
-        mine = [writer.written_bytes, writer.reused_bytes, self._foreign.peak_bytes, writer.copied_bytes]
-        totals = [json.loads(answer) for answer in self._ranks.gather(json.dumps(mine).encode())]
+        total = _Counts.of_all(self._counts)
         return SaveReport(
             uri=uri,
             revision=revision,
@@ -562,11 +584,11 @@ class _Save:
             tensors=len(merged.tensors),
             tied=merged.ties,
             size_bytes=sum(layout.size_bytes for layout in layouts),
-            written_bytes=sum(one[0] for one in totals),
-            reused_bytes=sum(one[1] for one in totals),
-            copied_bytes=sum(one[3] for one in totals),
+            written_bytes=total.written_bytes,
+            reused_bytes=total.reused_bytes,
+            copied_bytes=total.copied_bytes,
             moved_bytes=plan.moved_bytes,
-            peak_foreign_bytes=max(one[2] for one in totals),
+            peak_foreign_bytes=total.peak_foreign_bytes,
             elapsed_s=time.monotonic() - self._started_s,
             **self._seconds,
         )
@@ -577,6 +599,29 @@ def _is_done(future: Future[None]) -> bool:
     if future.done():
         future.result()
     return future.done()
+
+
+class _Counts(NamedTuple):
+    """The bytes that one rank counted, or all of them."""
+
+    written_bytes: int
+    reused_bytes: int
+    copied_bytes: int
+    peak_foreign_bytes: int
+
+    @staticmethod
+    def load(data: bytes) -> _Counts:
+        """Return the counts at the begin of a rank's message. Raises SaveError."""
+        try:
+            return _Counts(*_COUNTS.unpack_from(data))
+        except struct.error as error:
+            raise SaveError("a rank sent unreadable counts of its parts") from error
+
+    @staticmethod
+    def of_all(ranks: Sequence[_Counts]) -> _Counts:
+        """Return the sums over ranks; of the peak the highest."""
+        written, reused, copied, peaks = zip(*ranks, strict=True)
+        return _Counts(sum(written), sum(reused), sum(copied), max(peaks))
 
 
 class _Peak:

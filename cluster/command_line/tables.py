@@ -77,7 +77,7 @@ def facts(pairs: Iterable[tuple[str, object]], title: str = "") -> Table:
 
 
 def status_table(status: ClusterStatus) -> RenderableType:
-    """Models and nodes of a cluster."""
+    """Models, nodes and saves of a cluster."""
     models = table_of(
         (
             "model",
@@ -149,6 +149,21 @@ def status_table(status: ClusterStatus) -> RenderableType:
         for model in status.models
         if model.update
     ]
+    saves = table_of(
+        ("save", "state", "ranks >", "in the store >", "time >", "uri", ""),
+        [
+            (
+                save.progress.save_id,
+                cell(save.progress.state, "red" if save.progress.message else ""),
+                save.progress.ranks,
+                f"{show_bytes(save.progress.done_bytes)} of {show_bytes(save.progress.total_bytes)}",
+                f"{save.progress.elapsed_s:.0f} s",
+                save.progress.uri,
+                save.progress.message or save.progress.revision[:12],
+            )
+            for save in status.saves
+        ],
+    )
     ended = table_of(
         ("ended lately", "state", "", "why"),
         [
@@ -165,6 +180,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
     scraped = [cell(f"metrics at {status.metrics_url}", "dim")] if status.metrics_url else []
     empty = cell("no models are loaded", "dim")
     after: list[RenderableType] = [Text(), ended] if status.ended else []
+    after += [Text(), saves] if status.saves else []
     after += _settings(status)
     return Group(
         head, *scraped, Text(), models if status.models else empty, *updates, *worker_groups, Text(), nodes, *after

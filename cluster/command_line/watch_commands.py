@@ -21,7 +21,7 @@ from cluster.errors import ConfigError, ModelNotFound, NoCoordinator
 if TYPE_CHECKING:
     from cluster.command_line.watch_view import Look
     from cluster.telemetry.chunk_map import LoadEvent
-    from cluster.telemetry.report import ClusterStatus, ModelStatus
+    from cluster.telemetry.report import ClusterStatus
 
 
 WAIT_S = 2.0  # for news of a load, in one call; how it stands is asked in between
@@ -114,7 +114,7 @@ def _follow(args: argparse.Namespace) -> int:
             status = client.status(args.address)
         except ModelNotFound:
             if known:
-                return _end(args, None)
+                return _end(args, _FORGOTTEN)
             if named:
                 raise
             named, args.load = True, _full_id(args)
@@ -127,8 +127,8 @@ def _follow(args: argparse.Namespace) -> int:
         if incarnation not in ("", status.coordinator_incarnation):
             after = 0  # a coordinator that was restarted counts from 1 again
             write_line(sys.stderr, "longshore: the coordinator was restarted; its events are numbered from 1 again")
-        elif not events and _is_over(model := _model(status, args.load), args.until):
-            return _end(args, model)
+        elif not events and _is_over((now := _now(status, args.load))[1], args.until):
+            return _end(args, now)
         incarnation = status.coordinator_incarnation
 
 
@@ -144,26 +144,34 @@ def _put(args: argparse.Namespace, events: Sequence[LoadEvent]) -> bool:
     return write("".join(f"{line}\n" for line in lines))
 
 
-def _end(args: argparse.Namespace, model: ModelStatus | None) -> int:
-    state = "released" if model is None else model.progress.state  # forgotten: minutes after its end
+def _end(args: argparse.Namespace, now: tuple[str, str, str]) -> int:
+    """Report the end of a load or a save."""
+    what, state, error = now
     if args.json:
-        write(json.dumps({"kind": "end", "state": state, "error": "" if model is None else model.error}) + "\n")
-    if state == "ready" or (args.until == "end" and state == "released"):
+        write(json.dumps({"kind": "end", "state": state, "error": error}) + "\n")
+    if state in ("ready", "published") or (args.until == "end" and state == "released"):
         return OK
-    write_line(sys.stderr, "longshore: the load was released" if state == "released" else f"longshore: {_why(model)}")
+    failed = f"the {what} failed: {error}" if error else f"the {what} failed"
+    write_line(sys.stderr, f"longshore: {'the load was released' if state == 'released' else failed}")
     return FAILED
 
 
-def _why(model: ModelStatus | None) -> str:
-    return f"the load failed: {model.error}" if model is not None and model.error else "the load failed"
+_FORGOTTEN = ("load", "released", "")  # minutes after its end
 
 
-def _model(status: ClusterStatus, model_id: str) -> ModelStatus | None:
-    return next((model for model in status.listed if model.progress.model_id == model_id), None)
+def _now(status: ClusterStatus, load_id: str) -> tuple[str, str, str]:
+    """Return what the id is ("load" or "save"), its state and its error."""
+    for save in status.saves:
+        if save.progress.save_id == load_id:
+            return "save", save.progress.state, save.progress.message
+    for model in status.listed:
+        if model.progress.model_id == load_id:
+            return "load", model.progress.state, model.error
+    return _FORGOTTEN
 
 
-def _is_over(model: ModelStatus | None, until: str) -> bool:
-    return model is None or model.progress.state in OVER or (until == "ready" and model.progress.state == "ready")
+def _is_over(state: str, until: str) -> bool:
+    return state in (*OVER, "published", "lost") or (until == "ready" and state == "ready")
 
 
 def _say_what_is_missing(after: int, events: Sequence[LoadEvent]) -> None:
@@ -181,6 +189,7 @@ def full_id(given: str, status: ClusterStatus) -> str:
     Raises ConfigError when several may be meant. Pure.
     """
     states = {model.progress.model_id: model.progress.state for model in status.listed}
+    states |= {save.progress.save_id: "failed" if save.progress.is_over else "" for save in status.saves}
     if given in states or not given:
         return given
     found = [model_id for model_id in states if model_id.startswith(given)]

@@ -31,6 +31,7 @@ from cluster.command_line.tables import cell
 from cluster.errors import ModelNotFound
 from cluster.telemetry.chunk_map import LoadEvent
 from cluster.telemetry.report import ClusterStatus, ModelStatus, NodeStatus
+from cluster.telemetry.saves import SaveProgress
 from cluster.units import printable, show_bytes
 
 RATE_OVER_S = 5.0  # a rate is that of the last seconds
@@ -77,19 +78,22 @@ class Looks:
             self._after.clear()
             self._asked_when_over.clear()
         rates = self._rates(status)
-        events = [happened for model in self._to_ask(status) for happened in self._news(model, first)]
+        events = [happened for model_id in self._to_ask(status) for happened in self._news(model_id, first)]
         return Look(status, rates, tuple(sorted(events, key=lambda happened: happened.event.at_s)))
 
-    def _to_ask(self, status: ClusterStatus) -> list[ModelStatus]:
-        """Loads under way first; one that is over is asked about once."""
-        models = [model for model in status.listed if model.progress.model_id not in self._asked_when_over]
-        models.sort(key=lambda model: (model.progress.state in _OVER, model.progress.state == "ready"))
-        asked = models[:MOST_ASKED]
-        self._asked_when_over |= {m.progress.model_id for m in asked if m.progress.state in _OVER}
-        return asked
+    def _to_ask(self, status: ClusterStatus) -> list[str]:
+        """Return ids of loads and saves, those under way first; one that is over is asked about once."""
+        listed = [
+            (model.progress.state in _OVER, model.progress.state == "ready", model.progress.model_id)
+            for model in status.listed
+        ]
+        listed += [(save.progress.is_over, False, save.progress.save_id) for save in status.saves]
+        listed = [each for each in listed if each[2] not in self._asked_when_over]
+        asked = sorted(listed, key=lambda each: each[:2])[:MOST_ASKED]
+        self._asked_when_over |= {each for is_over, _, each in asked if is_over}
+        return [each for _, _, each in asked]
 
-    def _news(self, model: ModelStatus, old: bool) -> list[Happened]:
-        model_id = model.progress.model_id
+    def _news(self, model_id: str, old: bool) -> list[Happened]:
         try:
             events = client.events(model_id, after=self._after.get(model_id, 0), address=self._address)
         except ModelNotFound:  # forgotten since the status was told
@@ -224,7 +228,9 @@ def watch_view(
     room = max(12, lines) - 9 - LEAST_EVENTS  # head, titles, blank lines, what says that there is more
     nodes = sorted(status.nodes, key=lambda node: node.host)[: max(2, room // 3)]
     models = sorted(status.listed, key=_place)
-    details = [_one_line(detail) for model in models if (detail := _detail(model))][: max(1, room // 3)]
+    details = [_one_line(_save(save.progress)) for save in status.saves if not save.progress.is_over]
+    details += [_one_line(detail) for model in models if (detail := _detail(model))]
+    details = details[: max(1, room // 3)]
     models = models[: max(2, room - len(nodes) - len(details))]
     left = max(LEAST_EVENTS, lines - 9 - len(models) - len(nodes) - len(details))
     parts: list[RenderableType] = [_one_line(head), Text()]
@@ -232,7 +238,7 @@ def watch_view(
         table = _few_of_models(models) if narrow else _models(models, look.rates, wide)
         parts += [table, *_more(len(status.listed) - len(models), "models"), *details]
     else:
-        parts.append(cell("no models are loaded", "dim"))
+        parts += [cell("no models are loaded", "dim"), *details]
     parts += [
         Text(),
         _few_of_nodes(nodes) if narrow else _nodes(nodes, wide),
@@ -297,6 +303,14 @@ def _detail(model: ModelStatus) -> Text:
     if is_under_way(model) and model.ranks:
         text.append("; " if text else "").append_text(_ranks(model))
     return Text.assemble(cell(f"{_shortened(model.progress.model_id)}: ", "dim"), text) if text else text
+
+
+def _save(save: SaveProgress) -> Text:
+    """Return what a save that runs has done."""
+    done = (
+        f"{show_bytes(save.done_bytes)} of {show_bytes(save.total_bytes)} ({_share(save.done_bytes, save.total_bytes)})"
+    )
+    return cell(f"{save.save_id} {save.state}, {done}, {save.ranks} ranks, to {save.uri}", "cyan")
 
 
 def _shortened(model_id: str, most: int = SHORT_ID) -> str:

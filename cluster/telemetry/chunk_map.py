@@ -38,7 +38,8 @@ class LoadEvent(Jsonable):
     number: int  # from 1 on, without gaps: a gap seen by a reader is what was forgotten
     at_s: float  # seconds since the epoch, by the clock of the coordinator's host
     # "state", "rank_ready", "rank_lost", "rank_replaced", "moved", "note"; "peer_left_out": a node reads nothing from
-    # others for a while; "sources": where the bytes of the load or of a node came from, at the end of the load
+    # others for a while; "sources": where the bytes of the load or of a node came from, at the end of the load;
+    # "update": what an update in place does; "save": what a save does, which has a log of its own
     kind: str
     message: str
     rank: int | None = None

@@ -2,6 +2,7 @@
 
     received(beat) --> the counters of one agent's process, kept beside those of the others
     load(view)     --> the coordinator's own counters: loads, ranks lost, durations
+    saves          --> those of saves (`cluster.telemetry.saves`)
     snapshot()     --> copies, from which `samples` makes the page, elsewhere
 
 Each agent counts by model for as long as its process lives, and is a series of its own: the labels `node` and
@@ -21,6 +22,8 @@ from cluster.messages import AgentBeat, RankBeat
 from cluster.scheduling.load_state import LoadState, RankLife
 from cluster.telemetry import metrics
 from cluster.telemetry.metrics import BUCKETS_S, MOST_PAIRS, BoundedLabels, Family, Kind
+from cluster.telemetry.saves import UNDER_WAY as SAVE_UNDER_WAY
+from cluster.telemetry.saves import SaveNow, Saves
 from cluster.telemetry.stats import SOURCES, LoadCounters, NodeStats
 
 UNDER_WAY = (
@@ -120,7 +123,7 @@ class LoadMetrics:
     def _entered(self, load: LoadNow, before: LoadState, now_s: float) -> LoadNow:
         view = load.view
         if before in UNDER_WAY and not load.adopted:
-            self._observe(metrics.LOAD_STATE_DURATION, (before.value,), now_s - load.state_s)
+            self.observe(metrics.LOAD_STATE_DURATION, (before.value,), now_s - load.state_s)
         outcome = ""
         if view.state is LoadState.READY and not load.was_ready:
             outcome = "ready"
@@ -132,11 +135,12 @@ class LoadMetrics:
         if outcome and (outcome == "lost" or not load.adopted):  # an earlier coordinator may have counted that
             self._add(metrics.LOADS_FINISHED, (load.model, outcome), 1)
             if outcome != "lost":
-                self._observe(metrics.LOAD_DURATION, (load.model, outcome), now_s - load.begun_s)
+                self.observe(metrics.LOAD_DURATION, (load.model, outcome), now_s - load.begun_s)
         was_ready = load.was_ready or view.state is LoadState.READY
         return replace(load, state_s=now_s, moved_s=now_s, was_ready=was_ready)
 
-    def _observe(self, family: Family, labels: tuple[str, ...], duration_s: float) -> None:
+    def observe(self, family: Family, labels: tuple[str, ...], duration_s: float) -> None:
+        """Add a duration to a histogram."""
         key = family, labels
         self.durations[key] = self.durations.get(key, Durations()).plus(max(0.0, duration_s))
 
@@ -170,6 +174,7 @@ class Snapshot:
     durations: Mapping[Key, Durations]
     agents: tuple[AgentSeries, ...]
     loads: tuple[LoadNow, ...]
+    saves: tuple[SaveNow, ...] = ()
 
 
 class ClusterMetrics:
@@ -183,6 +188,7 @@ class ClusterMetrics:
         self._agents: dict[str, AgentSeries] = {}  # by incarnation
         self._current: dict[str, str] = {}  # node id -> incarnation of its agent
         self._loads = LoadMetrics(self._add)
+        self.saves = Saves(self._add, self._loads.observe)
 
     def received(self, beat: AgentBeat, now_s: float) -> None:
         """Take a heartbeat in. One that is late or repeated, or of an agent that was replaced, changes nothing."""
@@ -230,7 +236,11 @@ class ClusterMetrics:
     def snapshot(self) -> Snapshot:
         """Return copies: cheap, as nothing in them is changed later."""
         return Snapshot(
-            dict(self._totals), dict(self._loads.durations), tuple(self._agents.values()), self._loads.now()
+            dict(self._totals),
+            dict(self._loads.durations),
+            tuple(self._agents.values()),
+            self._loads.now(),
+            self.saves.now(),
         )
 
     def _gone(self, agent: AgentSeries, now_s: float) -> None:
@@ -344,6 +354,8 @@ def _gauges(snapshot: Snapshot, now_s: float, coordinator: CoordinatorFacts) -> 
     labels = {load.view.load_id: load.model for load in snapshot.loads}
     for key, value in _of_loads(snapshot.loads, now_s):
         _put(key, value, sums, most)
+    for key, value in _of_saves(snapshot.saves, now_s):
+        _put(key, value, sums, most)
     for agent in snapshot.agents:
         if agent.is_here:
             for key, value in _of_agent(agent.beat, now_s - agent.received_s, labels):
@@ -362,7 +374,26 @@ def _put(key: Key, value: float, sums: defaultdict[Key, float], most: dict[Key, 
 
 
 # Of several loads of one model: these are not added up.
-_MOST = {metrics.LOAD_ELAPSED, metrics.LOAD_IDLE, metrics.RANK_SILENT, metrics.PROCESS_MEMORY}
+_MOST = {
+    metrics.LOAD_ELAPSED,
+    metrics.LOAD_IDLE,
+    metrics.RANK_SILENT,
+    metrics.PROCESS_MEMORY,
+    metrics.SAVE_IDLE,
+    metrics.SAVE_FOREIGN,
+}
+
+
+def _of_saves(saves: Iterable[SaveNow], now_s: float) -> Iterator[tuple[Key, float]]:
+    for save in saves:
+        progress, model = save.progress, (save.model,)
+        for state in SAVE_UNDER_WAY:  # 0 after its end, so that nobody takes it for running still
+            yield (metrics.SAVES, (save.model, state)), int(state == progress.state)
+        yield (metrics.SAVE_FOREIGN, model), progress.peak_foreign_bytes
+        if not progress.is_over:
+            yield (metrics.SAVE_SIZE, model), progress.total_bytes
+            yield (metrics.SAVE_DONE, model), progress.done_bytes
+            yield (metrics.SAVE_IDLE, model), now_s - save.moved_s
 
 
 def _of_loads(loads: Iterable[LoadNow], now_s: float) -> Iterator[tuple[Key, float]]:

@@ -76,8 +76,8 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
     root.setLevel(level)
 
 
-def log_events(logger: logging.Logger, load_id: str, attempt: int, events: Iterable[LoadEvent]) -> None:
-    """Log a load's events, one line each."""
+def log_events(logger: logging.Logger, load_id: str, attempt: int | None, events: Iterable[LoadEvent]) -> None:
+    """Log the events of a load, or of a save (`attempt` is None), one line each."""
     for event in events:
         level = _LEVELS.get(event.kind, logging.INFO)
         if event.details.get("state") == "failed":

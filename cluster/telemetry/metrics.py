@@ -139,6 +139,33 @@ UPDATES_FINISHED = _counter(
 UPDATE_CHANGED_BYTES = _counter(
     "update_changed_bytes", "model", "Bytes of changed chunks in updates that are done, each counted once."
 )
+SAVES_FINISHED = _counter(
+    "saves_finished",
+    "model outcome",
+    "Saves that ended: published, failed, lost (rank 0 reported nothing more). Of saves whose rank 0 is connected to "
+    "the Ray cluster, as all that follow.",
+)
+SAVE_FAILURES = _counter("save_failures", "model error", "Saves that failed or were lost, by the type of the error.")
+SAVE_DURATION = _family(
+    Kind.HISTOGRAM, "save_duration_seconds", "model outcome", "From the call until the save was published or failed."
+)
+SAVE_BYTES = _counter(
+    "save_bytes",
+    "model source",
+    "Bytes of saved files, by how they came into the store: written, copied (by the store, from the revision before), "
+    "reused (skipped, as an interrupted save had written them).",
+)
+SAVES = _gauge("saves", "model state", "Saves that run, by state: planning, writing, publishing.")
+SAVE_SIZE = _gauge("save_size_bytes", "model", "Bytes of all files of the saves that run, once planned.")
+SAVE_DONE = _gauge("save_done_bytes", "model", "Of these, in the store by now.")
+SAVE_IDLE = _gauge(
+    "save_idle_seconds", "model", "The longest time for which a save has brought no byte and changed no state."
+)
+SAVE_FOREIGN = _gauge(
+    "save_peak_foreign_bytes",
+    "model",
+    "Most bytes of other ranks that one rank held at a time, in saves that run or ended lately.",
+)
 LOADS = _gauge("loads", "model state", "Loads and resident models, by state; see docs/load_states.md.")
 LOAD_ELAPSED = _gauge(
     "load_elapsed_seconds", "model state", "How long the oldest load has been in a state in which it is not usable."

@@ -30,6 +30,7 @@ from typing import Any
 from cluster.fit.options import FitTry, what_was_taken
 from cluster.layouts.mesh import Layout
 from cluster.precision.recipes import Precision
+from cluster.telemetry.saves import SaveStatus
 from cluster.telemetry.stats import (
     SOURCES,
     Jsonable,
@@ -431,6 +432,17 @@ class LoadProgress(Jsonable):
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateProgress(Jsonable):
+    """One moment of an update in place that is under way."""
+
+    phase: str  # "planning", or a phase of cluster.scheduling.update_state
+    ranks_done: int  # that have staged the new revision; in the phase "exchanging", that have it
+    ranks_total: int
+    read_bytes: int  # by all ranks, of what changed
+    total_bytes: int  # that all ranks read; 0 until planned
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStatus(Jsonable):
     """One model of the cluster."""
 
@@ -447,6 +459,7 @@ class ModelStatus(Jsonable):
     ranks: tuple[RankStatus, ...] = ()
     ended_age_s: float = 0.0  # how long ago it failed or was released
     update: str = ""  # what an update in place does, or how the last one ended
+    updating: UpdateProgress | None = None  # while one is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,6 +521,7 @@ class ClusterStatus(Jsonable):
     metrics_url: str = ""  # where Prometheus scrapes, as seen from the coordinator's host; empty: nowhere
     ended: tuple[ModelStatus, ...] = ()  # failed or released within the last five minutes
     settings: tuple[SettingStatus, ...] = ()  # of the coordinator
+    saves: tuple[SaveStatus, ...] = ()  # those that run, and those that ended within the last five minutes
 
     def __str__(self) -> str:
         """The tables that `longshore status` prints."""

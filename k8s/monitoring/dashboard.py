@@ -172,6 +172,49 @@ ROWS: dict[str, list[Any]] = {
             (f"sum by (node) (longshore_rank_allowed_requests{{{PICK}}})", "{{node}}, allowed"),
         ),
     ],
+    "Saves": [
+        series(
+            "In the store, of what is saved",
+            "percentunit",
+            (
+                "sum by (model) (longshore_save_done_bytes) / (sum by (model) (longshore_save_size_bytes) > 0)",
+                "{{model}}",
+            ),
+        ),
+        series(
+            "Written, copied in the store, skipped",
+            "Bps",
+            ("sum by (source) (rate(longshore_save_bytes_total[1m]))", "{{source}}"),
+            stacked=True,
+        ),
+        series(
+            "Saves that ended, in 10 minutes",
+            "short",
+            (
+                "sum by (model, outcome) (increase(longshore_saves_finished_total[10m]))",
+                "{{model}}: {{outcome}}",
+            ),
+        ),
+        series(
+            "Duration of saves",
+            "s",
+            *(
+                (
+                    f"histogram_quantile({quantile}, sum by (le, outcome) "
+                    "(rate(longshore_save_duration_seconds_bucket[1h])))",
+                    f"{{{{outcome}}}}, {name}",
+                )
+                for quantile, name in ((0.5, "half"), (0.9, "9 of 10"))
+            ),
+            span=12,
+        ),
+        series(
+            "Most bytes of other ranks that a rank held",
+            "bytes",
+            ("max by (model) (longshore_save_peak_foreign_bytes)", "{{model}}"),
+            span=12,
+        ),
+    ],
     "Stages and stalls": [
         series(
             "Threads at work, by stage",

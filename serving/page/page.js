@@ -2,8 +2,8 @@
 
 import { Later, Refused, ask, follow, hasToken, useToken } from "./api.js";
 import * as chunks from "./chunks.js";
-import { $, announce, counted, element, say, set } from "./dom.js";
-import { showNodes, showRanks } from "./ranks.js";
+import { $, announce, bytes, counted, element, say, set } from "./dom.js";
+import { showNodes, showRanks, showSaves } from "./ranks.js";
 import { moved, remember, showRate } from "./rate.js";
 
 const LOOK_MS = 1000;
@@ -121,7 +121,7 @@ function show(cluster) {
     : "no coordinator runs yet: the first load starts one");
   $("no-models").hidden = state.models.length > 0;
   remember(state.models, performance.now() / 1000);
-  tellChanges();
+  tellChanges(cluster.saves ?? []);
   if (!current()) choose(state.models.at(-1)?.progress.model_id ?? "");
   else {
     showModels();
@@ -131,14 +131,16 @@ function show(cluster) {
   }
   state.coordinator = cluster.coordinator_incarnation;
   showNodes(cluster);
+  showSaves(cluster);
 }
 
 /** What somebody who listens wants to be told, and nothing that changes every second. */
-function tellChanges() {
-  for (const { progress } of state.models) {
-    const before = state.states.get(progress.model_id);
-    if (before && before !== progress.state) announce(`${progress.model_id} is ${progress.state}`);
-    state.states.set(progress.model_id, progress.state);
+function tellChanges(saves) {
+  for (const { progress } of [...state.models, ...saves]) {
+    const id = progress.model_id ?? progress.save_id;
+    const before = state.states.get(id);
+    if (before && before !== progress.state) announce(`${id} is ${progress.state}`);
+    state.states.set(id, progress.state);
   }
 }
 
@@ -197,6 +199,7 @@ function showLoad(model) {
   const percent = percentOf(progress);
   set($("placed"), "aria-valuenow", percent);
   $("placed").firstElementChild.style.width = `${percent}%`;
+  showUpdate(model);
   showStats({
     "placed": moved(progress),
     "ranks ready": `${progress.ranks_ready} of ${progress.ranks_total}`,
@@ -208,6 +211,16 @@ function showLoad(model) {
   });
   showRate(model);
   showRanks(model);
+}
+
+function showUpdate({ updating }) {
+  $("update").hidden = !updating;
+  if (!updating) return;
+  const percent = updating.total_bytes ? Math.min(100, Math.floor((100 * updating.read_bytes) / updating.total_bytes)) : 0;
+  say($("update-words"), `Update, ${updating.phase}: ${updating.ranks_done} of ${counted(updating.ranks_total, "rank")}, `
+    + `${bytes(updating.read_bytes)} of ${bytes(updating.total_bytes)} read`);
+  set($("update-read"), "aria-valuenow", percent);
+  $("update-read").firstElementChild.style.width = `${percent}%`;
 }
 
 function showStats(stats) {

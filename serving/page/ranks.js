@@ -1,8 +1,9 @@
-// Ranks with their memory, nodes with the tiers of their caches.
+// Ranks with their memory, nodes with the tiers of their caches, saves with their bytes.
 
 import { $, bytes, counted, grouped, hostCell, rows, say } from "./dom.js";
 
 const OVER = new Set(["failed", "released"]);
+const SILENT_S = 10; // a save that says nothing for so long
 const ORDER = ["ready", "loading", "starting", "waiting", "lost"];
 
 export function showRanks({ progress, ranks }) {
@@ -54,4 +55,21 @@ export function showNodes({ nodes = [], worker_groups = [] }) {
     : ", no disk tier";
   say($("tiers-words"), `Verified chunks kept in arenas: ${bytes(sum("used_bytes"))}, ${bytes(sum("arena_bytes"))} at most; windows: ${bytes(sum("window_bytes"))}${disk}.`);
   say($("worker-groups"), worker_groups.length ? `Workers of ${counted(worker_groups.length, "released model")} wait for the next load.` : "");
+}
+
+export function showSaves({ saves = [] }) {
+  $("saved").hidden = !saves.length;
+  const number = (value) => ({ text: value, kind: "n" });
+  rows($("saves").tBodies[0], saves.map(({ progress: save, silent_s: silent }) => {
+    const done = save.written_bytes + save.copied_bytes + save.reused_bytes;
+    const quiet = silent > SILENT_S ? `no report for ${Math.floor(silent)} s` : "";
+    return [
+      save.save_id, { text: save.state, kind: `save-${save.state}` }, number(save.ranks),
+      { text: bytes(done), part: save.total_bytes ? done / save.total_bytes : null, kind: "" },
+      number(save.total_bytes ? bytes(save.total_bytes) : "-"),
+      number(bytes(save.written_bytes)), number(bytes(save.copied_bytes)), number(bytes(save.reused_bytes)),
+      number(`${save.elapsed_s.toFixed(1)} s`), { text: save.uri, kind: "long" },
+      { text: save.message || (save.revision ? `revision ${save.revision.slice(0, 16)}` : quiet || "-"), kind: "long" },
+    ];
+  }));
 }

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cluster
+from actors.saving.save import SaveReport
+from cluster import client
+from tests.support.free_ports import free_ports
 from tests.support.gloo_ranks import run_ranks
 from tests.support.planned_models import llama_shapes
-from tests.support.ray_clusters import Longshore
+from tests.support.ray_clusters import Longshore, scrape
 from tests.support.reference_quantized import quantized
 
 pytestmark = pytest.mark.slow
@@ -57,9 +60,11 @@ def test_any_layout_saves_the_bytes_of_its_source(folder: Path, tmp_path: Path, 
 
 
 def test_a_quantized_model_saves_what_it_holds(longshore: Longshore, folder: Path, tmp_path: Path) -> None:
+    longshore.configure(metrics_port=free_ports(1)[0])
     with cluster.load(str(folder), tensor_parallel_size=2, quantization="int4", device="cpu") as model:
-        model.save(tmp_path / "m", extra_files={"note.txt": b"four bits"})
+        report = model.save(tmp_path / "m", extra_files={"note.txt": b"four bits"})
         config = model.report.quantization_config
+        assert_it_was_seen(longshore, str(tmp_path / "m"), report, model.model_id)
     expected: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         made = {"": weight} if "_proj" not in name else quantized(weight, "int4")
@@ -73,3 +78,35 @@ def test_a_quantized_model_saves_what_it_holds(longshore: Longshore, folder: Pat
     assert "dtype" not in json.loads((tmp_path / "m/config.json").read_text())
     assert (tmp_path / "m/tokenizer.json").read_text() == "{}"
     assert (tmp_path / "m/note.txt").read_bytes() == b"four bits"
+
+
+def assert_it_was_seen(longshore: Longshore, uri: str, report: SaveReport, model_id: str) -> None:
+    """Check the metrics, the status and the events of a model's save, and of one that then fails in this process."""
+    with pytest.raises(cluster.SaveRefused):
+        cluster.save({"a": torch.ones(4)}, Path(uri) / "part", max_shard_bytes=1)
+    status = longshore.status()
+    saved, refused = (save.progress for save in status.saves)
+    assert (saved.state, saved.ranks, saved.uri, saved.revision) == ("published", 2, uri, report.revision)
+    assert (saved.total_bytes, saved.done_bytes) == (report.size_bytes, report.size_bytes)
+    assert (refused.state, refused.error, refused.ranks) == ("failed", "SaveRefused", 1)
+    assert saved.save_id in str(status)
+    counted = {
+        ("longshore_saves_finished_total", "m", "published"): 1,
+        ("longshore_saves_finished_total", "m", "failed"): 0,
+        ("longshore_saves_finished_total", "part", "failed"): 1,
+        ("longshore_save_failures_total", "SaveRefused", "part"): 1,
+        ("longshore_save_bytes_total", "m", "written"): report.written_bytes,
+        ("longshore_save_duration_seconds_count", "m", "published"): 1,
+        ("longshore_save_peak_foreign_bytes", "m"): report.peak_foreign_bytes,
+        ("longshore_saves", "m", "writing"): 0,
+    }
+    found = scrape(status.metrics_url)
+    assert counted.items() <= found.items(), found
+    begun, *_, published = client.events(saved.save_id, address=longshore.address)
+    assert begun.message == f"a save has begun: {uri}, 2 ranks"
+    assert (published.details["revision"], published.details["written_bytes"]) == (
+        report.revision,
+        report.written_bytes,
+    )
+    assert published.message in client.events(model_id, address=longshore.address)[-1].message, "the model has it, too"
+    assert "max_shard_bytes" in client.events(refused.save_id, address=longshore.address)[-1].message

@@ -12,13 +12,14 @@ import pytest
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 
 from cluster.telemetry.chunk_map import ChunkMap
-from cluster.telemetry.report import ModelStatus
+from cluster.telemetry.report import ModelStatus, UpdateProgress
+from cluster.telemetry.saves import SaveProgress, SaveStatus
 from tests.support.browser import axe_violations, chromium, expect, watched
 from tests.support.http_servers import http_server
 from tests.support.scripted_service import Script, ScriptedService
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -68,6 +69,7 @@ def test_failures_are_shown_announced_and_can_be_filtered(browser: Browser, tmp_
         page.reload()  # a page that had not watched it
         expect(page.locator("#chunks-note")).to_have_text("Where chunks were is not kept: the load has failed.")
         expect(page.locator("#counts")).to_be_hidden()
+        assert_updates_and_saves_are_shown(page, script, tmp_path)
         script.gone = True
         expect(page.locator("#load")).to_be_hidden()
         expect(page.locator("#no-models")).to_be_visible()
@@ -75,6 +77,35 @@ def test_failures_are_shown_announced_and_can_be_filtered(browser: Browser, tmp_
         assert box is not None
         assert box["width"] > 1000  # there is nothing to leave room for beside it
         seen.check()
+
+
+def assert_updates_and_saves_are_shown(page: Page, script: Script, folder: Path) -> None:
+    """Check an update and a save in progress, the end of both, and a save that fails."""
+    expect(page.locator("#saved")).to_be_hidden()
+    expect(page.locator("#update")).to_be_hidden()
+    script.updating = UpdateProgress("staging", 1, 8, 30_000_000, 100_000_000)
+    runs = SaveProgress(
+        "save-step-9-1a2b", 7, "s3://models/step-9", "writing", 4, "trainer", 2_000_000_000, 600_000_000, 400_000_000
+    )
+    fails = replace(runs, save_id="save-other-3c4d", state="failed", message=f"rank 2 ended it: {MARKUP}")
+    script.saves = (SaveStatus(runs, 0.4), SaveStatus(fails, ended_age_s=3.0))
+    expect(page.locator("#update-words")).to_have_text("Update, staging: 1 of 8 ranks, 30.0 MB of 100 MB read")
+    expect(page.locator("#update-read")).to_have_attribute("aria-valuenow", "30")
+    cells = page.locator("#saves tbody tr").nth(0).locator("td")
+    for number, text in {1: "writing", 2: "4", 3: "1.00 GB", 4: "2.00 GB", 5: "600 MB", 6: "400 MB", 7: "0 B"}.items():
+        expect(cells.nth(number)).to_have_text(text)
+    assert cells.nth(3).locator(".bar > div").get_attribute("style") == "width: 50%;"
+    failed = page.locator("#saves tbody tr").nth(1).locator("td")
+    expect(failed.nth(1)).to_have_class("save-failed")
+    expect(failed.nth(10)).to_have_text(f"rank 2 ended it: {MARKUP}")
+    page.screenshot(path=str(folder / "page-of-a-save.png"), full_page=True)
+    assert axe_violations(page) == []
+    script.updating = None
+    script.saves = (SaveStatus(replace(runs, state="published", reused_bytes=10**9, revision="ab" * 32)),)
+    expect(cells.nth(10)).to_have_text("revision abababababababab")
+    expect(page.locator("#saves tbody tr")).to_have_count(1)
+    expect(page.locator("#update")).to_be_hidden()
+    expect(page.locator("#news")).to_contain_text("save-step-9-1a2b is published")
 
 
 def test_the_page_reports_a_silent_service_and_its_return(browser: Browser) -> None:

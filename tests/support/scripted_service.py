@@ -13,7 +13,8 @@ from cluster.config import Config
 from cluster.errors import ModelNotFound
 from cluster.layouts.mesh import Layout
 from cluster.telemetry.chunk_map import ChunkMap, EventLog, LoadEvent, NodeChunks, ShardChunks, runs_of
-from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus, RankStatus
+from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus, RankStatus, UpdateProgress
+from cluster.telemetry.saves import SaveStatus
 from cluster.telemetry.stats import NodeTraffic
 from serving.service import Service
 from serving.settings import ServingSettings
@@ -37,6 +38,8 @@ class Script:
     error: str = ""
     disk: bool = True
     gone: bool = False  # the model is not listed any more
+    saves: tuple[SaveStatus, ...] = ()
+    updating: UpdateProgress | None = None
     began_s: float = field(default_factory=time.monotonic)
     events: EventLog = field(default_factory=EventLog)
 
@@ -70,7 +73,17 @@ class Script:
         )
         hosts = tuple(rank.host for rank in ranks)
         return ModelStatus(
-            progress, "3f9a21c4" * 4, Layout(self.ranks), "cuda", True, 1, hosts, self.error, "key-7c11", ranks=ranks
+            progress,
+            "3f9a21c4" * 4,
+            Layout(self.ranks),
+            "cuda",
+            True,
+            1,
+            hosts,
+            self.error,
+            "key-7c11",
+            ranks=ranks,
+            updating=self.updating,
         )
 
     def _rank(self, rank: int, each_bytes: int) -> RankStatus:
@@ -154,7 +167,7 @@ class ScriptedService(Service):
     async def status(self) -> ClusterStatus:
         self.asked.append("status")
         models = () if self.script.gone else (self.script.model(),)
-        return ClusterStatus("0.1.0", "c0ffee", models, self.script.nodes())
+        return ClusterStatus("0.1.0", "c0ffee", models, self.script.nodes(), saves=self.script.saves)
 
     async def events(self, model_id: str, after: int, wait_s: float) -> tuple[LoadEvent, ...]:
         give_up_s = time.monotonic() + wait_s

@@ -67,6 +67,7 @@ IN_FUNCTIONS = {
         "actors/agent_actor",
         "actors/links",
         "actors/saving/loaded",
+        "actors/saving/reporting",
         "serving/app",
         "serving/command",
         "cluster/joining/connection",

@@ -1,0 +1,137 @@
+"""Saves as the coordinator sees them: reports, in any order and with some lost, become events, counters and gauges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.telemetry.counters import ClusterMetrics, CoordinatorFacts, samples
+from cluster.telemetry.saves import KEPT_S, LOST_S, MOST_SAVES, SaveProgress
+
+FIRST = SaveProgress("save-run-7-1", 1, "s3://models/run-7", "planning", 4, "trainer", elapsed_s=0.5)
+HALF = replace(FIRST, number=2, state="writing", total_bytes=100, written_bytes=30, copied_bytes=20, elapsed_s=1.5)
+WHOLE = replace(
+    HALF, number=3, state="published", written_bytes=60, reused_bytes=20, peak_foreign_bytes=7, revision="ab" * 32
+)
+
+
+def shown(cluster: ClusterMetrics, now_s: float = 10.0) -> dict[tuple[str, ...], Any]:
+    """Return the series of saves that are not 0; of a histogram the sum of seconds."""
+    found = samples(cluster.snapshot(), now_s, CoordinatorFacts("head", "1", 1))
+    return {
+        (family.name.removeprefix("longshore_"), *sample.labels): value
+        for family, series in found.items()
+        for sample in series
+        if "longshore_save" in family.name and (value := getattr(sample.value, "sum_s", sample.value))
+    }
+
+
+def reported(*reports: SaveProgress) -> ClusterMetrics:
+    cluster = ClusterMetrics()
+    for second, report in enumerate(reports):
+        cluster.saves.received(report, float(second), 1000.0 + second)
+    return cluster
+
+
+def test_a_save_that_runs_is_shown_with_its_bytes() -> None:
+    assert shown(reported(FIRST, HALF)) == {
+        ("save_bytes_total", "run-7", "written"): 30,
+        ("save_bytes_total", "run-7", "copied"): 20,
+        ("saves", "run-7", "writing"): 1,
+        ("save_size_bytes", "run-7"): 100,
+        ("save_done_bytes", "run-7"): 50,
+        ("save_idle_seconds", "run-7"): 9.0,
+    }
+
+
+def test_a_published_save_is_counted_once() -> None:
+    cluster = reported(FIRST, HALF, WHOLE, WHOLE, HALF, replace(WHOLE, number=9, state="failed"))
+    assert shown(cluster) == {
+        ("save_bytes_total", "run-7", "written"): 60,
+        ("save_bytes_total", "run-7", "copied"): 20,
+        ("save_bytes_total", "run-7", "reused"): 20,
+        ("saves_finished_total", "run-7", "published"): 1,
+        ("save_duration_seconds", "run-7", "published"): 1.5,
+        ("save_peak_foreign_bytes", "run-7"): 7,
+    }
+    save = cluster.saves.find("save-run-7-1")
+    assert save is not None
+    first, moved, last = save.log.after(0)
+    assert first.message == "a save has begun: s3://models/run-7, 4 ranks"
+    assert moved.message == "planning -> writing"
+    assert last.message.startswith("published as revision abababababab: 100 B, of these 60 B written")
+    assert (last.details["revision"], last.details["size_bytes"]) == ("ab" * 32, 100)
+
+
+def test_a_failed_save_names_the_rank_and_the_cause() -> None:
+    failed = replace(HALF, number=3, state="failed", error="SaveError", message="rank 2 ended it", failed_rank=2)
+    cluster = reported(FIRST, HALF, failed)
+    assert shown(cluster)["save_failures_total", "run-7", "SaveError"] == 1
+    assert shown(cluster)["saves_finished_total", "run-7", "failed"] == 1
+    save = cluster.saves.find("save-run-7-1")
+    assert save is not None
+    last = save.log.after(0)[-1]
+    assert (last.rank, last.message, last.details["state"]) == (2, "the save failed: rank 2 ended it", "failed")
+
+
+def test_another_rank_reports_the_death_of_rank_0() -> None:
+    death = SaveProgress(
+        FIRST.save_id, 1, FIRST.uri, "failed", 4, "b", error="SaveError", message="it died", failed_rank=0, reporter=3
+    )
+    assert not shown(reported(death)), "nobody knows a save that rank 0 did not report"
+    cluster = reported(FIRST, HALF, death)
+    (status,) = cluster.saves.status(5.0)
+    assert (status.progress.state, status.progress.host, status.progress.done_bytes) == ("failed", "trainer", 50)
+    assert status.progress.elapsed_s == 2.5, "until the death was reported"
+    assert status.ended_age_s == 3.0
+
+
+def test_a_silent_save_is_lost_and_then_forgotten() -> None:
+    cluster = reported(FIRST, HALF)
+    assert cluster.saves.look(LOST_S, 0.0) == ()
+    ((progress, event),) = cluster.saves.look(1 + LOST_S + 1, 0.0)
+    assert (progress.state, event.rank, event.details["state"]) == ("lost", 0, "failed")
+    assert cluster.saves.look(LOST_S + 3, 0.0) == ()
+    assert shown(cluster)["saves_finished_total", "run-7", "lost"] == 1
+    cluster.saves.look(LOST_S + 3 + KEPT_S, 0.0)
+    assert cluster.saves.status(0.0) == ()
+    assert shown(cluster)["saves_finished_total", "run-7", "lost"] == 1, "a counter stays"
+
+
+def test_a_restarted_coordinator_counts_from_the_next_report() -> None:
+    cluster = reported(HALF, WHOLE)
+    found = shown(cluster)
+    assert found["save_bytes_total", "run-7", "written"] == 30
+    assert ("save_bytes_total", "run-7", "copied") not in found, "the coordinator before has counted them"
+    assert found["saves_finished_total", "run-7", "published"] == 1
+
+
+def test_a_training_state_has_the_label_of_its_model() -> None:
+    assert replace(FIRST, uri="s3://models/run-7/training/20261129T010203-ab12").model == "run-7"
+
+
+def test_remembered_saves_are_bounded() -> None:
+    running = replace(FIRST, save_id="runs")
+    cluster = reported(running, *(replace(WHOLE, save_id=f"s{number}", number=1) for number in range(2 * MOST_SAVES)))
+    assert len(cluster.saves.now()) == MOST_SAVES
+    assert cluster.saves.find("runs") is not None, "ended saves go first"
+
+
+@given(st.permutations([FIRST, HALF, replace(HALF, number=3, written_bytes=10), replace(WHOLE, number=4), WHOLE]))
+def test_no_order_of_reports_makes_a_counter_fall(reports: list[SaveProgress]) -> None:
+    cluster, before = ClusterMetrics(), dict[tuple[str, ...], Any]()
+    for second, report in enumerate(reports):
+        cluster.saves.received(report, float(second), 0.0)
+        now = {key: value for key, value in shown(cluster).items() if key[0].endswith("_total")}
+        assert all(now.get(key, 0) >= value for key, value in before.items())
+        before = now
+    assert sum(value for key, value in before.items() if key[0] == "saves_finished_total") == 1
+
+
+@pytest.mark.parametrize("uri", ["s3://key:secret@models/run-7", "/models/run 7/"])
+def test_the_label_is_plain(uri: str) -> None:
+    assert replace(FIRST, uri=uri).model == "run-7"
