@@ -6,6 +6,7 @@ to `part.target`. `SOURCES` writes the files that mergers read, with the package
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -86,7 +87,7 @@ def save_longshore(part: Part) -> None:
 
 def save_dcp(part: Part) -> None:
     """Write shards with torch's DCP, which rank 0 consolidates."""
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
     model = sharded_llama(part)
     part.start()
@@ -96,7 +97,7 @@ def save_dcp(part: Part) -> None:
 
 def save_dcp_by_all(part: Part) -> None:
     """Write shards with torch's DCP, which all ranks consolidate, a file each."""
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 
     model = sharded_llama(part)
@@ -159,8 +160,9 @@ def merge_as_verl(part: Part) -> None:
         shards = list(pool.map(load, paths))
     pieces = {name: [shard.pop(name).to_local().bfloat16() for shard in shards] for name in list(shards[0])}
     whole = {name: torch.cat(pieces.pop(name)) for name in list(pieces)}
+    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(part.source), dtype=torch.bfloat16)
+        model = auto.from_config(AutoConfig.from_pretrained(part.source), dtype=torch.bfloat16)
     model.to_empty(device="cpu")
     model.save_pretrained(part.target, state_dict=whole)
 
@@ -198,7 +200,7 @@ def write_verl(part: Part) -> None:
 
 def write_accelerate(part: Part) -> None:
     """Write a folder of DCP, as Accelerate does."""
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
     model = sharded_llama(part)
     part.start()
@@ -223,7 +225,8 @@ def write_deepspeed(part: Part) -> None:
         "zero_force_ds_cpu_optimizer": False,
     }
     with deepspeed.zero.Init(config_dict_or_path=settings):
-        model: Any = LlamaForCausalLM(llama_config(part.shape)).float()
+        model: Any = LlamaForCausalLM(llama_config(part.shape))
+        model.float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     part.start()
