@@ -1,4 +1,4 @@
-"""The benchmark of saves counts memory and files of processes that it forks, which is done in a process without threads."""
+"""The benchmark of saves counts memory and files of the processes that it forks, here in a program of its own."""
 
 from __future__ import annotations
 
