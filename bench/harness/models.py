@@ -70,7 +70,13 @@ def write_listing(bucket: Path, name: str) -> None:
 
 
 def write_model(folder: Path, size_bytes: int, seed: int) -> None:
-    """Write a Llama of about that size.
+    """Write a Llama of about that size."""
+    shards = max(2, round(size_bytes / _SHARD_BYTES))
+    write_llama_checkpoint(folder, shards=shards, seed=seed, **llama_shape(size_bytes))
+
+
+def llama_shape(size_bytes: int) -> dict[str, Any]:
+    """Return the sizes of a Llama of about that many bytes in bf16.
 
     It is as wide as an 8B model where two layers of that fit, so that tensors have the size of real ones: of each, a
     rank of eight wants whole chunks.
@@ -79,9 +85,7 @@ def write_model(folder: Path, size_bytes: int, seed: int) -> None:
     while hidden < 4096 and _llama_bytes(2 * hidden, 2) <= size_bytes * 1.05:
         hidden *= 2
     one, two = _llama_bytes(hidden, 1), _llama_bytes(hidden, 2)
-    layers = max(1, round((size_bytes - one) / (two - one)) + 1)
-    shards = max(2, round(size_bytes / _SHARD_BYTES))
-    write_llama_checkpoint(folder, shards=shards, seed=seed, **_shape(hidden, layers))
+    return _shape(hidden, max(1, round((size_bytes - one) / (two - one)) + 1))
 
 
 def _shape(hidden: int, layers: int) -> dict[str, Any]:

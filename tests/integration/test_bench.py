@@ -94,3 +94,32 @@ def test_nodes_that_feed_each_other_are_measured_beside_others(tmp_path: Path) -
     assert together["bytes_by_source"]["peer"] > 0 == alone["bytes_by_source"]["peer"]
     assert alone["store_bytes"] > 1.9 * found["model_bytes"] > together["store_bytes"]
     assert "| 2 | each other |" in done.stdout
+
+
+def test_saves_and_merges_make_the_same_tensors_as_others(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.saves", "--size", "20MB", "--rounds", "1", "--folder", str(tmp_path)]
+    done = run_to_its_end(command, 600, cwd=ROOT, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr  # it compares the tensors
+    written = {row[0]: row[-1] for row in _rows(done.stdout)}
+    assert len(written) == 2 + 4 + 9, done.stdout
+    assert (written["`cluster.save`"], written["DCP, consolidated by rank 0"]) == ("1.00", "2.00")
+    assert written["verl: `longshore convert`"] == written["Accelerate: `merge_fsdp_weights`"] == "1.00"
+    assert not list(tmp_path.iterdir())
+
+
+def test_updates_are_measured_beside_loads(needs_nginx: None, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.update", "--size", "40MB", "--rounds", "1", "--folder", str(tmp_path)]
+    done = run_to_its_end(command, 600, cwd=ROOT, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, *rows = _rows(done.stdout)
+    update, streaming, *loads = ([float(share) for share in row[3:]] for row in rows)
+    assert 0.05 < update[0] == streaming[0] < 0.9, done.stdout  # the chunks are large for this model
+    assert [round(store, 1) for store, _ in loads] == [1.0, 1.0]
+    assert update[1] > 0.02
+    assert [staged for _, staged in (streaming, *loads)] == [0, 0, 0]
+    assert not list(tmp_path.iterdir())
+
+
+def _rows(printed: str) -> list[list[str]]:
+    """Return the cells of all tables, without their lines."""
+    return [line[2:-2].split(" | ") for line in printed.splitlines() if line.startswith("| ") and "---" not in line]

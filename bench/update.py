@@ -1,0 +1,130 @@
+"""New weights for a resident model: updates in place beside loads of everything: `python -m bench.update`.
+
+    store --HTTP--> 2 tensor-parallel ranks that hold a Llama     the next revision: 5 % of the bytes are others
+
+Every way takes the ranks from one revision to the other, so that each round ends where it began. nginx counts the
+bytes. The arena keeps no chunk: what a load reads comes from the store.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cluster
+from bench.contenders.ours import WARM_S, model_uri, our_cluster, store_arguments
+from bench.contenders.table import UNKEPT_BYTES
+from bench.harness.contender import Spec
+from bench.harness.measure import fetch_host_pages, settle
+from bench.harness.models import BUCKET, write_model
+from bench.harness.report import markdown_table
+from bench.harness.run_folder import NGINX, run_folder
+from bench.harness.store import RangeServer
+from bench.options import new_parser, positive_int, size
+from cluster.client import release_warm
+from storage.checkpoints.safetensors_header import parse_header
+
+RANKS, SHARE = 2, 0.05
+HEADER_BYTES = 1 << 20  # more than the header of these files has
+HEADINGS = ("new weights for 2 ranks", "seconds (min-max)", "over update", "store bytes / model", "staged / model")
+Way = Callable[[Any, str], tuple[Any, int]]  # from the model and a URI to the model and the bytes that were staged
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the table. Returns the exit code."""
+    parser = new_parser("bench.update", __doc__)
+    parser.add_argument("--size", type=size, default="2GB", help="size of the model")
+    parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each line")
+    parser.add_argument("--folder", type=Path, default="/dev/shm", help="folder for both revisions")
+    options = parser.parse_args(arguments)
+    with run_folder(options.folder, "longshore-bench-") as folder:
+        bucket = folder / "www" / BUCKET
+        write_model(bucket / "old", options.size, 1)
+        changed_bytes = write_next(bucket / "old", bucket / "new")
+        for name in ("old", "new"):
+            cluster.publish(bucket / name)
+        model_bytes = sum(path.stat().st_size for path in (bucket / "old").glob("*.safetensors"))
+        with RangeServer(folder / "www", folder / NGINX) as server:
+            spec = Spec("http", server.endpoint, BUCKET, str(bucket / "old"), (), model_bytes)
+            rows = measure(spec, Path(server.access_log), options.rounds)
+    print(f"\n{model_bytes / 1e9:.2f} GB, of which {changed_bytes / model_bytes:.3f} are changed\n")
+    print(markdown_table(HEADINGS, rows))
+    return 0
+
+
+def write_next(old: Path, new: Path) -> int:
+    """Write a revision in which about `SHARE` of the bytes differ: whole tensors, of all files. Returns their bytes."""
+    shutil.copytree(old, new)
+    random, changed_bytes = np.random.default_rng(7), 0
+    for path in new.glob("*.safetensors"):
+        size_bytes = path.stat().st_size
+        left = int(SHARE * size_bytes)
+        with path.open("r+b") as file:
+            tensors = parse_header(file.read(HEADER_BYTES), size_bytes).tensors
+            for tensor in sorted(tensors, key=lambda one: one.start - one.end):
+                length = tensor.end - tensor.start
+                if length <= left:
+                    left -= length
+                    changed_bytes += length
+                    file.seek(tensor.start)
+                    file.write(random.bytes(length))
+    return changed_bytes
+
+
+def measure(spec: Spec, access_log: Path, rounds: int) -> list[tuple[str, ...]]:
+    """Return the rows of the table."""
+    arguments = {"device": "cpu", "progress": False, "tensor_parallel_size": RANKS, **store_arguments(spec)}
+
+    def update(model: Any, uri: str, streaming: bool = False) -> tuple[Any, int]:
+        return model, model.update(uri, streaming=streaming).staged_bytes
+
+    def load_anew(model: Any, uri: str) -> tuple[Any, int]:
+        model.release()
+        return cluster.load(uri, **arguments), 0
+
+    def restart(model: Any, uri: str) -> tuple[Any, int]:
+        model.release()
+        release_warm()
+        return cluster.load(uri, **arguments), 0
+
+    ways: dict[str, Way] = {
+        "`model.update`": update,
+        "`model.update`, streaming": lambda model, uri: update(model, uri, True),
+        "release and load, by the same workers": load_anew,
+        "release and load, by new workers": restart,
+    }
+    found: dict[str, list[tuple[float, int, int]]] = {title: [] for title in ways}
+    old, new = model_uri(spec, "old"), model_uri(spec, "new")
+    fetch_host_pages(spec.model_bytes)
+    with our_cluster(spec, cluster.Config(warm_workers_s=WARM_S, arena_bytes=UNKEPT_BYTES)):
+        model: Any = cluster.load(old, **arguments)
+        for number in range(rounds):
+            for turn, (title, way) in enumerate(ways.items()):
+                settle()
+                sent_bytes, begun_s = sum(map(int, access_log.read_text().split())), time.monotonic()
+                model, staged_bytes = way(model, old if turn % 2 else new)
+                took_s = time.monotonic() - begun_s
+                settle()  # nginx writes a line when an answer has ended
+                read_bytes = sum(map(int, access_log.read_text().split())) - sent_bytes
+                found[title].append((took_s, read_bytes, staged_bytes))
+                print(f"{number + 1}  {title:40} {took_s:7.2f} s  {read_bytes / spec.model_bytes:6.3f}", flush=True)
+        model.release()
+    first_s = statistics.median(took_s for took_s, *_ in next(iter(found.values())))
+    rows = []
+    for title, runs in found.items():
+        times, *counts = zip(*runs, strict=True)
+        middle_s = statistics.median(times)
+        shares = (f"{statistics.median(each) / spec.model_bytes:.3f}" for each in counts)
+        span = f"{middle_s:.2f} ({min(times):.2f}-{max(times):.2f})"
+        rows.append((title, span, f"{middle_s / first_s:.2f}", *shares))
+    return rows
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
