@@ -1,38 +1,43 @@
 """A conversion: parts of the new files, each put together from ranges of the old ones, in bounded memory.
 
     Source (places of numbers) --lay_out--> files, parts
-    each part, in a thread of one of the worker processes:
+    each part, in a thread of one of the worker processes, on this machine or on the nodes of a cluster:
         reads of the source --> strided copies (and casts) --> part --> CheckpointWriter: digests, store
     records of all parts --> commit: other files, index, manifest
 
 A thread has one part and one buffer of `READ_BYTES`, whatever the size of the model. A conversion that was interrupted
-continues: `begin_save` finds its journal, and what the store has is not sent again.
+continues: `begin_save` finds its journal. If the files of the source have the same versions, parts that the store has
+are neither read nor sent again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import multiprocessing
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 import numpy as np
 
-from actors.saving.writer import Begun, CheckpointWriter, PartsDiffer, begin_save
+from actors.saving.writer import Begun, CheckpointWriter, begin_save
 from cluster.converting.assembly import Copy, copies_of, coverage_problems
 from cluster.converting.source import Source, SourceTensor
 from cluster.errors import ConvertError, SaveError
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, ShardLayout, TensorSpec, lay_out
 from storage.checkpoints.safetensors_header import DTYPE_BITS, HeaderTensor
-from storage.problems import Problems
+from storage.problems import Problems, quote
 from storage.publishing.one_object import PublishProgress
 from storage.publishing.saves import PartRecord
 from storage.store_ref import Credentials, StoreRef
@@ -47,6 +52,7 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 _POLL_S = 0.5
 
 Progress = Callable[[PublishProgress], object]
+PartPlace = tuple[int, int]  # number of the file, and of the part in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,42 @@ class Conversion:
     etags: Mapping[str, str | None]  # of the files of the source
 
     @property
-    def parts(self) -> list[tuple[int, int]]:
+    def parts(self) -> list[PartPlace]:
         """Return shard and number of each part, in order."""
         return [(shard, part) for shard, one in enumerate(self.layouts) for part in range(len(one.parts))]
+
+    @property
+    def files(self) -> set[str]:
+        """Return the files of the source that have numbers of the tensors."""
+        return {piece.file for tensor in self.tensors.values() for piece in tensor.pieces}
+
+    def contents(self) -> str:
+        """Return a digest of where each number comes from, with the versions of the files, for `begin_save`.
+
+        A store that names no versions makes it a random text, so that nothing of an earlier conversion is kept.
+        """
+        etags = {file: self.etags[file] for file in sorted(self.files)}
+        if None in etags.values():
+            return secrets.token_hex(16)
+        digest = hashlib.sha256(json.dumps(etags).encode())
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(repr((name, tensor.dtype, tensor.pieces)).encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PartDone:
+    """What was done for one part. Its record is None if it was not written, because numbers in it are refused."""
+
+    place: PartPlace
+    record: PartRecord | None
+    read_bytes: int
+    written_bytes: int
+    nans: tuple[tuple[str, str], ...] = ()  # tensors that must not have NaN and do, each with a file
+
+
+# Does parts somewhere and calls the function for each, one call at a time. It gets the places of source and result.
+RunParts = Callable[[Place, Place, Conversion, Begun, Sequence[PartPlace], Callable[[PartDone], object]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +200,27 @@ def _outside(tensor: SourceTensor, listing: Mapping[str, ObjectInfo]) -> list[st
     return found
 
 
-class Assembler:
-    """The parts of one process. Each thread has a buffer of its own."""
+class PartMaker:
+    """Assembles and writes the parts of one process. Each thread has a buffer and counters of its own."""
 
-    def __init__(self, store: ObjectStore, conversion: Conversion, policy: RetryPolicy | None = None) -> None:
-        self._store = store
+    def __init__(self, source: ObjectStore, dest: ObjectStore, conversion: Conversion, begun: Begun) -> None:
+        self._store = source
         self._conversion = conversion
-        self._policy = policy or RetryPolicy()
+        self._writer = CheckpointWriter(dest, conversion.layouts, begun)
+        self._policy = RetryPolicy()
         self._local = threading.local()
-        self._lock = threading.Lock()
-        self.read_bytes = 0
+        self._refused = False  # NaN was found, so nothing will be published
 
-    def assemble(self, shard: int, number: int) -> memoryview:
+    def make(self, place: PartPlace) -> PartDone:
+        """Assemble a part and write it. After the first NaN the others are only read, so that every one is found."""
+        self._local.read_bytes, self._local.nans = 0, {}
+        data = self._assemble(*place)
+        nans = tuple(self._local.nans)
+        self._refused = self._refused or bool(nans)
+        record = None if self._refused else self._writer.write_part(*place, data)
+        return PartDone(place, record, self._local.read_bytes, 0 if record is None else len(data), nans)
+
+    def _assemble(self, shard: int, number: int) -> memoryview:
         """Return the bytes of one part, the header included if it begins the file."""
         layout = self._conversion.layouts[shard]
         part = layout.parts[number]
@@ -201,15 +249,18 @@ class Assembler:
         target, place = (data, start - part.start) if aligned else (np.zeros((high - low) * to_size, np.uint8), 0)
         limit = max(READ_BYTES * DTYPE_BITS[tensor.dtype] // DTYPE_BITS[stored.dtype] // 2, 16)
         for copy in copies_of(tensor, low, high, place, to_size, limit):
-            self._copy(target, copy, tensor.dtype, stored.dtype)
+            self._copy(target, copy, tensor, stored.dtype)
         if not aligned:
             skipped = start - (stored.start + low * to_size)
             data[start - part.start : end - part.start] = target[skipped : skipped + end - start]
 
-    def _copy(self, target: np.ndarray[Any, Any], copy: Copy, dtype: str, to_dtype: str) -> None:
+    def _copy(self, target: np.ndarray[Any, Any], copy: Copy, tensor: SourceTensor, to_dtype: str) -> None:
+        dtype = tensor.dtype
         raw = self._read(copy.file, ByteRange(copy.offset_bytes, copy.offset_bytes + copy.read_bytes))
         size, to_size = DTYPE_BITS[dtype] // 8, DTYPE_BITS[to_dtype] // 8
         values = np.ndarray(copy.shape, f"V{size}", raw.data, 0, copy.from_strides)
+        if tensor.refuses_nan and has_nan(values, dtype):
+            self._local.nans[tensor.name, copy.file] = None
         if dtype != to_dtype:
             values = _cast(np.ascontiguousarray(values), dtype, to_dtype)
         np.ndarray(copy.shape, f"V{to_size}", target.data, copy.to_offset_bytes, copy.to_strides)[...] = values
@@ -221,9 +272,15 @@ class Assembler:
         view = buffer[: place.size_bytes]
         etag = self._conversion.etags[key]
         with_retries(lambda: self._store.read_into(key, place, view.data, etag=etag), self._policy)
-        with self._lock:
-            self.read_bytes += place.size_bytes
+        self._local.read_bytes += place.size_bytes
         return view
+
+
+def has_nan(values: np.ndarray[Any, Any], dtype: str) -> bool:
+    """Return whether raw elements of a dtype, as safetensors names it, have a NaN."""
+    if dtype == "BF16":  # not of numpy: all bits of the exponent, and some of the fraction
+        return bool(((values.view("<u2") & 0x7FFF) > 0x7F80).any())
+    return dtype in FLOATS and bool(np.isnan(values.view(f"<f{DTYPE_BITS[dtype] // 8}")).any())
 
 
 def _cast(values: np.ndarray[Any, Any], dtype: str, to_dtype: str) -> np.ndarray[Any, Any]:
@@ -235,30 +292,25 @@ def _cast(values: np.ndarray[Any, Any], dtype: str, to_dtype: str) -> np.ndarray
     return cast.view(f"V{DTYPE_BITS[to_dtype] // 8}").reshape(values.shape)
 
 
-def run_parts(
+def run_here(
     source: ObjectStore,
     dest: ObjectStore,
     conversion: Conversion,
     begun: Begun,
-    parts: Sequence[tuple[int, int]],
-    finished: Callable[[list[PartRecord], int], object],
-) -> tuple[int, int, int]:
-    """Assemble and write parts in threads. Returns bytes read, written and reused.
-
-    `finished` is called with new records and the bytes of their parts, from any thread, one call at a time.
-    """
-    assembler, writer = Assembler(source, conversion), CheckpointWriter(dest, conversion.layouts, begun)
+    parts: Sequence[PartPlace],
+    finished: Callable[[PartDone], object],
+) -> None:
+    """Make parts in threads of this process. `finished` is called from any thread, one call at a time."""
+    maker = PartMaker(source, dest, conversion, begun)
     lock, broken = threading.Lock(), threading.Event()
 
-    def one(place: tuple[int, int]) -> None:
+    def one(place: PartPlace) -> None:
         if broken.is_set():
             return
         try:
-            shard, number = place
-            part = conversion.layouts[shard].parts[number]
-            writer.write(shard, part.start, assembler.assemble(shard, number))
+            done = maker.make(place)
             with lock:
-                finished(writer.take_records(), part.size_bytes)
+                finished(done)
         except BaseException:
             broken.set()
             raise
@@ -270,27 +322,19 @@ def run_parts(
         except BaseException:
             broken.set()  # of an interrupt, too: the pool waits for its threads
             raise
-    return assembler.read_bytes, writer.written_bytes, writer.reused_bytes
 
 
 def _work(
-    pipe: Connection, source: Place, dest: Place, conversion: Conversion, begun: Begun, parts: list[tuple[int, int]]
+    pipe: Connection, source: Place, dest: Place, conversion: Conversion, begun: Begun, parts: Sequence[PartPlace]
 ) -> None:
-    """Run parts of the conversion in a worker process. It sends "records" messages, then one "done" or "error"."""
+    """Make parts in a worker process. It sends a PartDone for each, then None or the error."""
     try:
-        with contextlib.ExitStack() as stack:
-            stores = []
-            for place in (source, dest):
-                stores.append(place.open())
-                stack.callback(stores[-1].close)
-
-            def finished(records: list[PartRecord], size_bytes: int) -> None:
-                pipe.send(("records", records, size_bytes))
-
-            pipe.send(("done", *run_parts(stores[0], stores[1], conversion, begun, parts, finished)))
+        with contextlib.closing(source.open()) as reads, contextlib.closing(dest.open()) as writes:
+            run_here(reads, writes, conversion, begun, parts, pipe.send)
+            pipe.send(None)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            pipe.send(("error", error))
+            pipe.send(error)
 
 
 def run_conversion(
@@ -302,6 +346,7 @@ def run_conversion(
     hash_name: str = "blake3",
     chunk_bytes: int,
     workers: int = 1,
+    run_parts: RunParts | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Write the checkpoint in safetensors, and publish it.
@@ -314,42 +359,65 @@ def run_conversion(
         hash_name: Digest of the chunks.
         chunk_bytes: Size of chunks with which the conversion was planned.
         workers: Number of processes. With 1 this process does the work.
+        run_parts: Does the work elsewhere, with as many workers. Default: `run_in_processes`.
         progress: Called with a `PublishProgress`.
 
     Raises:
+        ConvertError: Weights have NaN where the optimizer keeps them. What was written is removed.
         SaveError: A worker process died.
         SaveConflict: Somebody else writes to the destination.
         StoreError: A store cannot be read or written. ObjectChanged: a file of the source was replaced.
     """
     begin_s = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        stores = []
-        for place in (source, dest):
-            stores.append(place.open())
-            stack.callback(stores[-1].close)
+    with contextlib.closing(source.open()) as reads:
         extras = {
-            name: _read_whole(stores[0], key, conversion.etags[key], RetryPolicy())
+            name: _read_whole(reads, key, conversion.etags[key], RetryPolicy())
             for name, key in found.extra_files.items()
         }
-        for anew in (False, True):
-            layouts, begun = begin_save(
-                stores[1], conversion.layouts, hash_name=hash_name, chunk_bytes=chunk_bytes, anew=anew
+    with contextlib.closing(dest.open()) as writes:
+        layouts, begun = begin_save(
+            writes,
+            conversion.layouts,
+            hash_name=hash_name,
+            chunk_bytes=chunk_bytes,
+            contents=conversion.contents(),
+        )
+        now = replace(conversion, layouts=layouts)
+        writer = CheckpointWriter(writes, layouts, begun)
+        writer.note(begun.known)
+        known = {(record.shard, record.part) for record in begun.known}
+        reused = sum(layouts[shard].parts[number].size_bytes for shard, number in known)
+        counts = Counter(done=reused)
+        total = sum(layout.size_bytes for layout in layouts)
+        nans: set[tuple[str, str]] = set()
+
+        def finished(part: PartDone) -> None:
+            shard, number = part.place
+            counts.update(
+                read=part.read_bytes, written=part.written_bytes, done=layouts[shard].parts[number].size_bytes
             )
-            now = Conversion(layouts, conversion.tensors, conversion.etags)
-            writer = CheckpointWriter(stores[1], layouts, begun)
-            try:
-                read, written, reused = _all_parts(source, dest, stores, now, begun, writer, workers, progress)
-                break
-            except PartsDiffer:
-                if anew:
-                    raise
+            nans.update(part.nans)
+            if part.record is not None:
+                writer.note([part.record])
+            if progress is not None:
+                progress(PublishProgress(counts["done"], total, layouts[shard].file))
+
+        parts = [place for place in now.parts if place not in known]
+        (run_parts or partial(run_in_processes, workers=workers))(source, dest, now, begun, parts, finished)
+        if nans:
+            writer.abandon()
+            problems = Problems(f"{quote(name)} has NaN in {quote(file)}" for name, file in sorted(nans))
+            raise ConvertError(
+                f"weights that the optimizer keeps are no numbers: {problems}",
+                hint="the training had failed when this was saved; convert an earlier step",
+                problems=len(problems),
+            )
         manifest = writer.commit(extra_files=extras)
-    plan = report_of(source, dest, found, conversion, workers=workers)
     return replace(
-        plan,
+        report_of(source, dest, found, conversion, workers=workers),
         revision=manifest.revision,
-        read_bytes=read,
-        written_bytes=written,
+        read_bytes=counts["read"],
+        written_bytes=counts["written"],
         reused_bytes=reused,
         seconds=time.monotonic() - begin_s,
         dry_run=False,
@@ -375,60 +443,49 @@ def report_of(source: Place, dest: Place, found: Source, conversion: Conversion,
         files=tuple(sorted(found.extra_files)),
         dtypes=dict(sorted(Counter(tensor.dtype for tensor in stored).items())),
         cast=sum(conversion.tensors[tensor.name].dtype != tensor.dtype for tensor in stored),
-        source_files=len({piece.file for tensor in found.tensors for piece in tensor.pieces}),
+        source_files=len(conversion.files),
         dry_run=True,
     )
 
 
-def _all_parts(
+def run_in_processes(
     source: Place,
     dest: Place,
-    stores: Sequence[ObjectStore],
     conversion: Conversion,
     begun: Begun,
-    writer: CheckpointWriter,
+    parts: Sequence[PartPlace],
+    finished: Callable[[PartDone], object],
+    *,
     workers: int,
-    progress: Progress | None,
-) -> tuple[int, int, int]:
-    total, done = sum(layout.size_bytes for layout in conversion.layouts), 0
-
-    def finished(records: list[PartRecord], size_bytes: int) -> None:
-        nonlocal done
-        writer.note(records)
-        done += size_bytes
-        if progress is not None:
-            key = conversion.layouts[records[0].shard].file if records else ""
-            progress(PublishProgress(done, total, key))
-
-    parts = conversion.parts
+) -> None:
+    """Make parts in worker processes of this machine. Raises SaveError when one dies, and what one raised."""
     if workers == 1:
-        return run_parts(stores[0], stores[1], conversion, begun, parts, finished)
-    counts = [0, 0, 0]
+        with contextlib.closing(source.open()) as reads, contextlib.closing(dest.open()) as writes:
+            run_here(reads, writes, conversion, begun, parts, finished)
+        return
     with _processes(source, dest, conversion, begun, [parts[at::workers] for at in range(workers)]) as pipes:
         open_pipes = list(pipes)
         while open_pipes:
             ready = set(wait_for(open_pipes, timeout=_POLL_S))
             for pipe in [one for one in open_pipes if one in ready]:
                 try:
-                    kind, *values = pipe.recv()
+                    message = pipe.recv()
                 except EOFError:
                     raise SaveError(
                         "a worker process died, maybe for lack of memory",
                         hint="run the same command again, with fewer workers; it continues where this one stopped",
                     ) from None
-                if kind == "records":
-                    finished(*values)
-                elif kind == "error":
-                    raise values[0]
-                else:
-                    counts = [one + other for one, other in zip(counts, values, strict=True)]
+                if isinstance(message, BaseException):
+                    raise message
+                if message is None:
                     open_pipes.remove(pipe)
-    return counts[0], counts[1], counts[2]
+                else:
+                    finished(message)
 
 
 @contextlib.contextmanager
 def _processes(
-    source: Place, dest: Place, conversion: Conversion, begun: Begun, shares: Sequence[list[tuple[int, int]]]
+    source: Place, dest: Place, conversion: Conversion, begun: Begun, shares: Sequence[Sequence[PartPlace]]
 ) -> Iterator[list[Connection]]:
     """Start a process for each share of the parts. All are ended when the block ends."""
     context = multiprocessing.get_context("spawn")

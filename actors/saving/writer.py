@@ -92,8 +92,9 @@ def begin_save(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     policy: RetryPolicy | None = None,
     anew: bool = False,
+    contents: str = "",
 ) -> tuple[tuple[ShardLayout, ...], Begun]:
-    """Begin a save, or continue an interrupted one of the same layout.
+    """Begin a save, or continue an interrupted one of the same layout and contents.
 
     What another interrupted save left is removed. Call it in one process.
 
@@ -104,6 +105,8 @@ def begin_save(
         chunk_bytes: Size of chunks with which `lay_out` was called.
         policy: Retries of requests.
         anew: Continue nothing.
+        contents: Names what the bytes are made from, such as a digest of versions of files. Parts that the store has
+            of a save with the same contents need not be made again. Default: the bytes are not known before.
 
     Returns:
         The layouts with the names of the files to write, and what the writers need.
@@ -118,7 +121,7 @@ def begin_save(
     manifest, info = published(store, policy)
     used = [] if manifest is None else [shard.path for shard in manifest.shards]
     journal, etag = read_journal(store, policy)
-    mark = fingerprint(layouts, hash_name)
+    mark = fingerprint(layouts, hash_name, contents)
     live = {revision_of_file(path) for path in used}
     can_continue = (
         journal is not None
@@ -319,6 +322,10 @@ class CheckpointWriter:
                 self._finish(shard, number, memoryview(ready))
             start, data = start + count, data[count:]
 
+    def write_part(self, shard: int, number: int, data: memoryview) -> PartRecord:
+        """Hash and send a whole part, the header included if it begins the file. Raises as `write` does."""
+        return self._finish(shard, number, data)
+
     def _add(self, shard: int, number: int, place: int, data: memoryview) -> bytearray | None:
         layout = self._layouts[shard]
         part = layout.parts[number]
@@ -340,8 +347,8 @@ class CheckpointWriter:
             del self._assemblies[shard, number]
             return one.data
 
-    def _finish(self, shard: int, number: int, data: memoryview) -> None:
-        """Hash the chunks of a whole part, and send it unless the store has it."""
+    def _finish(self, shard: int, number: int, data: memoryview) -> PartRecord:
+        """Hash the chunks of a whole part, and send it unless the store has it. Return its record."""
         layout = self._layouts[shard]
         part = layout.parts[number]
         digests = tuple(
@@ -380,6 +387,7 @@ class CheckpointWriter:
                 self.copied_bytes += len(data)
             else:
                 self.written_bytes += len(data)
+        return record
 
     def _copy(self, layout: ShardLayout, upload: str, number: int, digests: Sequence[str]) -> str | None:
         """Let the store copy a part that the published revision has, and return its tag; None: it must be sent."""
@@ -417,6 +425,17 @@ class CheckpointWriter:
             self._journal.write(journal, now=now)
         except ObjectChanged as error:
             raise _conflict(self._store) from error
+
+    def abandon(self) -> None:
+        """Remove the parts that were sent, and the journal. Nothing of this save can be continued."""
+        begun = self._begun
+        remove_save(
+            self._store,
+            _journal(self._layouts, begun.revision, begun.fingerprint, begun.uploads, ()),
+            (),
+            self._policy,
+        )
+        self._journal.remove()
 
     def commit(
         self,

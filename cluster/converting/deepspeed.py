@@ -345,7 +345,7 @@ def zero_tensors(models: Sequence[ModelState], parts: Sequence[Partition], probl
         groups = list(zip(*(part.groups for part in parts), strict=True))
         placed = place_in_groups(groups, first.shapes, parts[0].paddings, item_bytes, problems)
         frozen = _frozen_in_module(first, shapes)
-    trained = [SourceTensor(name, dtype, shape, placed[name]) for name, shape in shapes.items()]
+    trained = [SourceTensor(name, dtype, shape, placed[name], refuses_nan=True) for name, shape in shapes.items()]
     return _with_shared(first, [*_buffers(first, problems), *frozen, *trained], problems)
 
 
@@ -462,13 +462,13 @@ def universal_tensors(
             continue
         shape = shapes.get(name, tensor.shape)
         if isinstance(state, dict):  # whole, from all tensor parallel ranks
-            trained.append(_whole(name, tensor))
+            trained.append(replace(_whole(name, tensor), refuses_nan=True))
         elif prod(shape) != prod(tensor.shape):
             problems.add(f"{quote(file)} has {prod(tensor.shape)} numbers, but the weight has the shape {shape}")
         else:
             run = _run(tensor, file, "the weight")
             piece = StoredPiece(run.file, run.offset_bytes, (0,), (run.count,), flat=True)
-            trained.append(SourceTensor(name, run.dtype, shape, (piece,)))
+            trained.append(SourceTensor(name, run.dtype, shape, (piece,), refuses_nan=True))
     for name in shapes:
         if name not in weights:
             problems.add(f"{quote(name)} has no file zero/{name}/fp32.pt")

@@ -28,6 +28,7 @@ class SourceTensor:
     dtype: str  # safetensors' own name: "BF16", "F32"...
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
+    refuses_nan: bool = False  # the optimizer's own copy: a NaN there means that the training failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,9 +175,12 @@ def revision_of_file(file: str) -> str | None:
     return found[1] if found else None
 
 
-def fingerprint(layouts: Sequence[ShardLayout], hash_name: str) -> str:
-    """Return a digest of the layout in hex. It is equal for two saves whose parts can replace each other."""
-    digest = hashlib.sha256(hash_name.encode())
+def fingerprint(layouts: Sequence[ShardLayout], hash_name: str, contents: str = "") -> str:
+    """Return a digest of the layout in hex. It is equal for two saves whose parts can replace each other.
+
+    `contents` names what the bytes are made from, if that is known before they are read.
+    """
+    digest = hashlib.sha256(f"{hash_name}{contents}".encode())
     for layout in layouts:
         digest.update(layout.header)
         digest.update(json.dumps([layout.size_bytes, layout.chunk_ends, layout.part_ends]).encode())

@@ -5,7 +5,8 @@
       shards                    per file: the id of its upload, and the parts that were written, with their digests
 
 A repeated save hashes its own bytes again. A part whose digests are those of the journal, and which the store still
-has, is not sent again. So the journal is a hint that can save work, and never decides what a checkpoint contains.
+has, is not sent again. So the journal is a hint that can save work, and never decides what a checkpoint contains. Only
+a conversion does not read such parts again: its fingerprint also covers the versions of the source's files.
 
 Each version of the journal is written on the condition that the last one is still there. So of two saves to one URI at
 one time the one that began later goes on, and the other ends.

@@ -18,6 +18,7 @@ import pytest
 import cluster
 from cluster.command_line.cli import main
 from storage.errors import LongshoreError
+from storage.publishing import saves
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ByteRange, read_bytes
 from storage.stores.open_store import open_store
@@ -30,8 +31,11 @@ KINDS = ("fsdp2", "fsdp_tp", "hsdp", "tp", "fsdp1", "dcp", "titan", "accelerate"
 
 
 def tensors_in(folder: Path) -> dict[str, Any]:
+    """The tensors that the index names, or those of all files."""
     found: dict[str, Any] = {}
-    for file in folder.glob("*.safetensors"):
+    index = folder / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ["*.safetensors"]
+    for file in (file for name in names for file in folder.glob(name)):
         found.update(safetensors_torch.load_file(file))
     return found
 
@@ -215,6 +219,35 @@ def test_processes_write_the_same_files(tmp_path: Path) -> None:
     assert one.read_bytes() == other.read_bytes()
 
 
+def test_interrupted_conversion_reads_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "MIN_PAUSE_S", 0.0)  # the journal is written after every part
+    monkeypatch.setattr(saves, "PAUSE_PER_WRITE", 0.0)
+    source, dest = tmp_path / "model.pt", tmp_path / "out"
+    generator = torch.Generator().manual_seed(3)
+    torch.save({"w": torch.randn(6000, 2000, generator=generator)}, source)
+
+    def interrupt(moment: Any) -> None:
+        if moment.done_bytes > moment.total_bytes // 2:
+            raise KeyboardInterrupt
+
+    def begin() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.convert(source, dest, progress=interrupt)
+
+    begin()
+    report = cluster.convert(source, dest, progress=False)
+    (file,) = dest.glob("*.safetensors")
+    assert report.written_bytes + report.reused_bytes == file.stat().st_size
+    assert report.reused_bytes > report.size_bytes // 2
+    # Of the source: an element at each end of a run of parts, and the missing parts without the header of the file.
+    assert abs(report.read_bytes - report.written_bytes) < 1000
+    begin()  # a source with other numbers has other parts
+    torch.save({"w": torch.randn(6000, 2000, generator=generator)}, source)
+    report = cluster.convert(source, dest, progress=False)
+    assert (report.reused_bytes, report.read_bytes >= report.size_bytes) == (0, True)
+    check_equal(tensors_in(dest), torch.load(source))
+
+
 KILLED = """
 import os, sys, time, cluster
 from storage.store_ref import Credentials
@@ -251,6 +284,7 @@ def test_killed_conversion_continues_on_s3(rclone: EmbeddedS3, tmp_path: Path, m
         assert "longshore.manifest.json" not in {info.key for info in store.list()}
         report = cluster.convert(uris[0], uris[1], endpoint_url=rclone.endpoint_url, workers=2, progress=False)
         assert report.reused_bytes > 5_000_000
+        assert report.read_bytes < report.size_bytes - report.reused_bytes + 2_000_000  # it has turned tensors
         files = [info for info in store.list() if info.key.endswith(".safetensors")]
         assert report.reused_bytes + report.written_bytes == sum(info.size_bytes for info in files)
         for info in files:

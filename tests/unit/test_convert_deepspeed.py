@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import cluster
+from actors.saving.conversion import FLOATS, has_nan
 from cluster.converting.deepspeed import Run, place_in_groups, place_in_ranks, read, recognise
 from cluster.converting.source import Source, SourceTensor
 from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
@@ -196,6 +197,50 @@ def test_hostile_pickle_is_refused_and_not_run(deepspeed_checkpoints: Path, tmp_
     file.write_bytes(pickle.dumps({}))
     with pytest.raises(BrokenCheckpointFile, match="not a zip file"):
         source(tmp_path / "copy")
+
+
+def test_nan_in_the_weights_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+    """Every weight and file is listed, also when the conversion casts. Nothing stays of what was written before."""
+    import torch
+
+    rows, run = 2_000_000, tmp_path / "run"
+    run.mkdir()
+    shapes = {"first": torch.Size([rows, 2]), "second": torch.Size([rows, 2]), "third": torch.Size([8])}
+    buffer = torch.tensor([1.0, float("nan")])  # of the model, where NaN may have a meaning
+    state = {"module": {"mask": buffer}, "param_shapes": [shapes], "buffer_names": ["mask"], "shared_params": {}}
+    torch.save(state, run / "mp_rank_00_model_states.pt")
+    vector = torch.ones(4 * rows + 8)
+    vector[4 * rows + 5 :] = torch.inf  # that is a number
+
+    def save() -> None:
+        for rank, part in enumerate(vector.chunk(2)):
+            fields = {"zero_stage": 1, "single_partition_of_fp32_groups": [part.clone()], "partition_count": [2]}
+            torch.save({"optimizer_state_dict": fields}, run / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+    save()
+    assert cluster.convert(run, tmp_path / "whole", progress=False).tensors == 4
+    vector[0] = vector[2 * rows + 9] = torch.nan
+    save()
+    for dtype in (None, "bfloat16"):
+        with pytest.raises(ConvertError) as raised:
+            cluster.convert(run, tmp_path / "out", dtype=dtype, progress=False)
+        for rank, name in enumerate(("first", "second")):
+            assert f"'{name}' has NaN in 'zero_pp_rank_{rank}_mp_rank_00_optim_states.pt'" in str(raised.value)
+        assert raised.value.details["problems"] == 2
+        assert [path.name for path in (tmp_path / "out").rglob("*") if "lock" not in path.name] == []
+
+
+def test_nan_is_found_in_every_dtype() -> None:
+    import torch
+
+    for stored, name in FLOATS.items():
+        numbers = torch.tensor([[0.0, -torch.inf], [torch.inf, 1.0]], dtype=getattr(torch, name))
+        size = numbers.element_size()
+        for value, wanted in ((1.0, False), (torch.nan, True), (-torch.nan, True)):
+            numbers[1, 1] = value
+            raw = numbers.view(torch.uint8).numpy().reshape(-1).view(f"V{size}").reshape(2, 2)
+            assert has_nan(raw.T, stored) is wanted, name
+            assert has_nan(raw[:, :1], stored) is False
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
