@@ -43,6 +43,7 @@ from storage.checkpoints.manifest import (
     is_safe_path,
 )
 from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, fixed_bounds
+from storage.checkpoints.replaced_files import BEFORE_KEY, ReplacedFiles, read_replaced
 from storage.checksum import digest_of, new_hasher
 from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, StoreError, UnsupportedStore
 from storage.problems import Problems, quote
@@ -81,6 +82,7 @@ class Begun(ManifestEntry):
     uploads: tuple[str, ...]  # the id per file; "" for a file that is complete
     known: tuple[PartRecord, ...]  # parts of an interrupted save that the store has
     manifest_etag: str | None  # of the revision that this save replaces
+    replaces: str  # the revision of that manifest; "" without one
     journal_etag: str | None
 
 
@@ -129,11 +131,15 @@ def begin_save(
         and (journal.fingerprint, len(journal.shards)) == (mark, len(layouts))
         and journal.revision not in live
     )
+    stored = StoredJournal(store, policy, etag)
     if journal is not None and not can_continue:
+        try:  # a save that still runs finds another journal, and ends before its manifest
+            stored.write(journal.model_copy(update={"parts": ()}), now=True)
+        except ObjectChanged as error:
+            raise _conflict(store) from error
         remove_save(store, journal, used, policy)
     revision = journal.revision if journal is not None and can_continue else new_revision()
     layouts = renamed(layouts, revision)
-    stored = StoredJournal(store, policy, etag)
     known: list[PartRecord] = []
     uploads = [""] * len(layouts)
     if journal is not None and can_continue:
@@ -161,6 +167,7 @@ def begin_save(
         uploads=tuple(uploads),
         known=tuple(known),
         manifest_etag=None if info is None else info.etag,
+        replaces="" if manifest is None else manifest.revision,
         journal_etag=stored.etag,
     )
 
@@ -467,10 +474,12 @@ class CheckpointWriter:
         self._check_complete()
         on_step("shards")
         infos = map_threads(self._complete, range(len(self._layouts)))
+        index = weight_index(self._layouts)
         on_step("files")
-        files = [self._put_file(name, data) for name, data in sorted((extra_files or {}).items())]
+        same = self._keep_replaced({**(extra_files or {}), INDEX_KEY: index})
+        files = [self._put_file(name, data, same) for name, data in sorted((extra_files or {}).items())]
         on_step("index")
-        files.append(self._put_file(INDEX_KEY, weight_index(self._layouts)))
+        files.append(self._put_file(INDEX_KEY, index, same))
         manifest = Manifest.build(
             hash_name=self._begun.hash_name,
             chunk_bytes=self._begun.chunk_bytes,
@@ -482,12 +491,13 @@ class CheckpointWriter:
         if len(data) > MAX_MANIFEST_BYTES:
             raise SaveError(f"the manifest would have {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
         on_step("manifest")
+        self._check_journal()
         try:
             put_if(self._store, MANIFEST_KEY, data, self._begun.manifest_etag, self._policy)
         except ObjectChanged as error:
             raise _conflict(self._store) from error
         on_step("cleanup")
-        for key in (SIGNATURE_KEY, AMAX_KEY):  # of the revision before
+        for key in (SIGNATURE_KEY, AMAX_KEY, BEFORE_KEY):  # of the revision before
             with_retries(lambda key=key: self._store.delete(key), self._policy)  # type: ignore[misc]
         self._journal.remove()
         on_step("done")
@@ -528,11 +538,37 @@ class CheckpointWriter:
             chunk_digests=digests,
         )
 
-    def _put_file(self, name: str, contents: Contents) -> ManifestFile:
+    def _check_journal(self) -> None:
+        """Raise SaveConflict if another save took over: it may have removed the files of this one."""
+        try:
+            self._journal.check()
+        except ObjectChanged as error:
+            raise _conflict(self._store) from error
+
+    def _keep_replaced(self, files: Mapping[str, Contents]) -> dict[str, ObjectInfo]:
+        """Keep the bytes of files that are about to be replaced. Return those that the store has already."""
+        self._check_journal()
+        found = read_replaced(self._store, self._policy)
+        if found is None or found.revision != self._begun.replaces:
+            found = ReplacedFiles(self._begun.replaces)
+        kept, same = found, {}
+        for name, contents in files.items():
+            data = _bytes_of(contents)
+            info = self._same_stored(name, len(data), digest_of(self._begun.hash_name, data).hex())
+            if info is None:
+                kept = kept.and_also(self._store, name, data, self._policy)
+            else:
+                same[name] = info
+        if kept != found:
+            encoded = kept.encode()
+            with_retries(lambda: _send(self._store, BEFORE_KEY, encoded), self._policy)
+        return same
+
+    def _put_file(self, name: str, contents: Contents, same: Mapping[str, ObjectInfo]) -> ManifestFile:
         """Write a file unless the store has the same bytes, which keeps the revision before as it is."""
-        data = contents if isinstance(contents, bytes) else _read_file(contents)
+        data = _bytes_of(contents)
         digest = digest_of(self._begun.hash_name, data).hex()
-        info = self._same_stored(name, len(data), digest)
+        info = same.get(name)
         if info is None:
             info = with_retries(lambda: _send(self._store, name, data), self._policy)
         return ManifestFile(
@@ -572,12 +608,14 @@ def check_extra_files(files: Mapping[str, Contents]) -> Problems:
     return problems
 
 
-def _read_file(path: os.PathLike[str] | str) -> bytes:
+def _bytes_of(contents: Contents) -> bytes:
+    if isinstance(contents, bytes):
+        return contents
     try:
-        with open(path, "rb") as file:
+        with open(contents, "rb") as file:
             return file.read()
     except OSError as error:
-        raise SaveRefused(f"an extra file cannot be read: {error.strerror}", path=os.fspath(path)) from error
+        raise SaveRefused(f"an extra file cannot be read: {error.strerror}", path=os.fspath(contents)) from error
 
 
 def _send(store: ObjectStore, key: str, data: bytes) -> ObjectInfo:

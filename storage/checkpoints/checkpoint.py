@@ -30,7 +30,8 @@ from storage.checkpoints.checkpoint_files import (
 )
 from storage.checkpoints.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, manifest_front, parse_manifest
 from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, ChunkTable, ModelIndex, OtherFile, Shard, chunk_bounds
-from storage.checksum import new_hasher
+from storage.checkpoints.replaced_files import published_bytes
+from storage.checksum import digest_of
 from storage.errors import (
     AccessDenied,
     BadSignature,
@@ -346,19 +347,22 @@ def read_other_file(store: ObjectStore, file: OtherFile) -> bytes:
     """Return a small file of the model, such as its config.json. The caller has checked its size.
 
     If it was published, it must be the published one: raises ManifestMismatch for another size, IntegrityError for
-    other bytes. Raises StoreError.
+    other bytes. While a save replaces it, the old bytes are read. Raises StoreError.
     """
-    if file.digest is not None:
+    if file.digest is None:
+        return read_bytes(store, file.key, ByteRange(0, file.size_bytes))
+    try:
         _check_published_size(store, file)
-    data = read_bytes(store, file.key, ByteRange(0, file.size_bytes))
-    if file.digest is not None:
+        data = read_bytes(store, file.key, ByteRange(0, file.size_bytes))
         name, _, expected = file.digest.partition(":")
-        hasher = new_hasher(name)
-        hasher.update(data)
-        if hasher.hexdigest() != expected:
+        if digest_of(name, data).hex() != expected:
             raise IntegrityError(
                 f"{file.key} is not the published one", hint=_UPLOAD_HINT, key=file.key, expected=file.digest
             )
+    except (ManifestMismatch, IntegrityError):
+        if (before := published_bytes(store, file)) is None:
+            raise
+        return before
     return data
 
 

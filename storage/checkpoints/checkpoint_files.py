@@ -25,6 +25,7 @@ from typing import TypeVar
 from storage.checkpoints.amax import AMAX_KEY
 from storage.checkpoints.manifest import MANIFEST_KEY, is_safe_path
 from storage.checkpoints.model_index import Tensor
+from storage.checkpoints.replaced_files import BEFORE_KEY
 from storage.checkpoints.safetensors_header import Header, read_head
 from storage.checksum import AskedChecksum, ask_checksum
 from storage.errors import (
@@ -300,7 +301,9 @@ JOURNAL_KEY = "longshore.publish.json"  # exists while a publish is running
 PROBE_KEY = "longshore.publish.probe"  # shows whether source and destination are one place; exists for a moment
 SAVE_JOURNAL_KEY = "longshore.save.json"  # exists while a save is running, and after one that was interrupted
 HISTORY_KEY = "longshore.saves.json"  # the saves that published here, in their order
-OWN_KEYS = frozenset({MANIFEST_KEY, SIGNATURE_KEY, AMAX_KEY, JOURNAL_KEY, PROBE_KEY, SAVE_JOURNAL_KEY, HISTORY_KEY})
+OWN_KEYS = frozenset(
+    {MANIFEST_KEY, SIGNATURE_KEY, AMAX_KEY, JOURNAL_KEY, PROBE_KEY, SAVE_JOURNAL_KEY, HISTORY_KEY, BEFORE_KEY}
+)
 HEADERS_KEY = "longshore-headers.safetensors"  # headers alone, in a folder that stands for a model in a store
 COMMON_FILES = (  # looked up by name if a store cannot list
     "config.json",

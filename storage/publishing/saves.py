@@ -26,6 +26,7 @@ from pydantic import Field, StringConstraints, ValidationError
 from storage.checkpoints.checkpoint import read_manifest
 from storage.checkpoints.checkpoint_files import SAVE_JOURNAL_KEY, read_whole
 from storage.checkpoints.manifest import MANIFEST_KEY, Hex, Manifest, ManifestEntry, Path
+from storage.checkpoints.replaced_files import BEFORE_KEY, put_back
 from storage.errors import (
     InvalidManifest,
     ObjectChanged,
@@ -115,6 +116,15 @@ class StoredJournal:
             self._next_s = ended_s + max(MIN_PAUSE_S, PAUSE_PER_WRITE * (ended_s - began_s))
             return True
 
+    def check(self) -> None:
+        """Raise ObjectChanged if another save has replaced or removed the version that was written last."""
+        try:
+            found = with_retries(lambda: self._store.stat(SAVE_JOURNAL_KEY), self._policy).etag
+        except ObjectNotFound:
+            found = None
+        if found != self._etag:
+            raise ObjectChanged("another save took over", uri=self._store.uri, key=SAVE_JOURNAL_KEY)
+
     def remove(self) -> None:
         """Delete the journal, when the manifest is written."""
         with_retries(lambda: self._store.delete(SAVE_JOURNAL_KEY), self._policy)
@@ -190,7 +200,7 @@ class Leftover:
     """Something that a save left behind and no published revision uses."""
 
     key: str
-    kind: Literal["upload", "file", "journal"]
+    kind: Literal["upload", "file", "journal", "replaced"]  # "replaced": the old bytes of small files
     revision: str  # the save's, as in the file name
     size_bytes: int
     upload: str = ""  # the id, for an upload
@@ -238,6 +248,9 @@ def list_saves(
     found: list[Leftover] = []
     if etag is not None:
         found.append(Leftover(SAVE_JOURNAL_KEY, "journal", journal.revision if journal else "", 0))
+    with contextlib.suppress(ObjectNotFound):
+        replaced = with_retries(lambda: store.stat(BEFORE_KEY), policy)
+        found.append(Leftover(BEFORE_KEY, "replaced", journal.revision if journal else "", replaced.size_bytes))
     for upload in with_retries(lambda: list(writes.open_uploads("model-")), policy):
         if (revision := revision_of(upload.key)) is not None:
             found.append(Leftover(upload.key, "upload", revision, upload.size_bytes, upload.upload))
@@ -257,17 +270,22 @@ def list_saves(
 
 
 def remove_leftovers(store: ObjectStore, leftovers: Iterable[Leftover], policy: RetryPolicy) -> None:
-    """Abort those uploads and delete those files. Raises StoreError."""
+    """Put small files back as they were before, abort those uploads and delete those files. Raises StoreError."""
     writes = writes_parts(store)
-    for item in leftovers:
+    # The small files first: as long as an index names files, they are there.
+    for item in sorted(leftovers, key=lambda item: item.kind != "replaced"):
         if item.kind == "upload":
             with_retries(lambda item=item: writes.abort_parts(item.key, item.upload), policy)  # type: ignore[misc]
+        elif item.kind == "replaced":
+            manifest, info = published(store, policy)
+            if manifest is not None or info is None:
+                put_back(store, "" if manifest is None else manifest.revision, policy)
         else:
             with_retries(lambda item=item: store.delete(item.key), policy)  # type: ignore[misc]
 
 
 def remove_save(store: ObjectStore, journal: SaveJournal, used: Sequence[str], policy: RetryPolicy) -> int:
-    """Abort the uploads and delete the files of an interrupted save. Return how many there were.
+    """Undo an interrupted save: its small files, uploads and files. Return how many uploads and files there were.
 
     Files in `used` stay, which are those that the manifest lists.
     """
@@ -281,5 +299,5 @@ def remove_save(store: ObjectStore, journal: SaveJournal, used: Sequence[str], p
         for item in with_retries(lambda: list(store.list(mark)), policy)
         if item.key not in used
     ]
-    remove_leftovers(store, gone, policy)
+    remove_leftovers(store, [Leftover(BEFORE_KEY, "replaced", journal.revision, 0), *gone], policy)
     return len(gone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -21,13 +21,16 @@ from storage.checkpoints.manifest import (
     ManifestShard,
     table_differences,
 )
-from storage.checkpoints.model_index import Tensor, fixed_bounds
+from storage.checkpoints.model_index import OtherFile, Tensor, fixed_bounds
+from storage.checkpoints.replaced_files import published_bytes
 from storage.checkpoints.safetensors_header import HeaderBytes
 from storage.errors import InvalidHeader, NotACheckpoint
+from storage.problems import Problems, quote
 from storage.publishing.one_object import AmaxScan, BadChunk, ObjectDigests, Recorded, digest_object
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, RangeReader, ranges_of, run_readers
 from storage.stores.requests import RetryPolicy
 
+REPLACED = "a save that did not end has replaced files, whose published bytes are kept and read"
 NOT_PUBLISHED = "not published, so there are no digests to compare; `longshore publish` writes them"
 
 
@@ -194,11 +197,16 @@ class _Verify:
         if only_key is None and any(entry.path == AMAX_KEY for entry, _ in jobs) and AMAX_KEY not in self._bad_files:
             self._bad_tensors.extend(self._recorded.differences(self._store, self._policy))
         shards = [entry for entry, _ in jobs if isinstance(entry, ManifestShard)]
-        missing = tuple(entry.path for entry in entries if entry.path not in now)
+        same_size = {entry.path for entry, _ in jobs}
+        kept = self._kept_files(
+            entry for entry in entries if entry.path not in same_size or entry.path in self._bad_files
+        )
+        bad_files = tuple(sorted(set(self._bad_files) - kept))
+        missing = tuple(entry.path for entry in entries if entry.path not in now and entry.path not in kept)
         wrong_size = tuple(
             WrongSize(entry.path, entry.size_bytes, now[entry.path].size_bytes)
             for entry in entries
-            if entry.path in now and now[entry.path].size_bytes != entry.size_bytes
+            if entry.path in now and entry.path not in same_size and entry.path not in kept
         )
         return VerifyReport(
             uri=self._store.uri,
@@ -208,7 +216,7 @@ class _Verify:
                 *self._bad_chunks,
                 *self._bad_tensors,
                 *self._bad_shards,
-                *self._bad_files,
+                *bad_files,
             ),
             source="manifest",
             revision=self._manifest.revision,
@@ -219,12 +227,24 @@ class _Verify:
             bad_chunks=tuple(sorted(self._bad_chunks, key=lambda bad: bad.chunk)),
             bad_tensors=tuple(sorted(self._bad_tensors, key=lambda bad: bad.key)),
             bad_shards=tuple(sorted(self._bad_shards)),
-            bad_files=tuple(sorted(self._bad_files)),
+            bad_files=bad_files,
             missing=missing,
             wrong_size=wrong_size,
-            notes=(),
+            notes=(f"{REPLACED}: {Problems(map(quote, sorted(kept)))}",) if kept else (),
             elapsed_s=time.monotonic() - started_s,
         )
+
+    def _kept_files(self, entries: Iterable[ManifestFile]) -> set[str]:
+        """Return those of the files whose published bytes an interrupted save has kept."""
+        return {
+            entry.path
+            for entry in entries
+            if not isinstance(entry, ManifestShard)
+            and published_bytes(
+                self._store, OtherFile(entry.path, entry.size_bytes, f"{self._manifest.hash}:{entry.digest}")
+            )
+            is not None
+        }
 
     def _check(self, job: tuple[ManifestFile, ObjectInfo], reader: RangeReader) -> None:
         entry, info = job

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +19,15 @@ from hypothesis import strategies as st
 from actors.saving.writer import Begun, CheckpointWriter, PartsDiffer, begin_save
 from cluster.errors import SaveConflict, SaveError, SaveRefused
 from cluster.saving.shards import ShardLayout, TensorSpec, lay_out, part_bounds, revision_of_file
-from storage.checkpoints.checkpoint import open_model
-from storage.checkpoints.checkpoint_files import SAVE_JOURNAL_KEY
+from storage.checkpoints.checkpoint import open_model, read_other_file
+from storage.checkpoints.checkpoint_files import INDEX_KEY, SAVE_JOURNAL_KEY, parse_weight_map
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checkpoints.model_index import chunk_bounds
+from storage.checkpoints.replaced_files import BEFORE_KEY, ReplacedFiles, put_back, read_replaced
 from storage.checkpoints.safetensors_header import parse_header
+from storage.errors import IntegrityError
 from storage.publishing.publish import publish
+from storage.publishing.save_history import interrupted_saves
 from storage.publishing.saves import list_saves, parse_journal, remove_leftovers
 from storage.publishing.verify import verify
 from storage.stores.embedded_s3 import EmbeddedS3
@@ -215,6 +220,111 @@ def test_of_two_saves_the_later_one_wins(store: ObjectStore) -> None:
     with pytest.raises(SaveConflict):
         first.commit()
     assert open_model(store).revision == revision
+
+
+FILES = {"config.json": b'{"a": 1}', "tokenizer.json": b"[1, 2, 3]", "1_Pooling/config.json": b"{}", "same.txt": b"x"}
+NEWER = {**FILES, "config.json": b'{"a": 2}', "tokenizer.json": b"[1]", "1_Pooling/config.json": b"[]", "new.txt": b"y"}
+
+
+def commit(
+    store: ObjectStore, model: dict[str, np.ndarray], files: dict[str, bytes], *, stop_at: str = "", call: Any = None
+) -> str:
+    """Save, and call `call` at a step of the commit; by default it stops there."""
+
+    def on_step(step: str) -> None:
+        if step == stop_at:
+            if call is None:
+                raise KeyboardInterrupt
+            call()
+
+    layouts, begun = begin(store, model)
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(writer, layouts, model)
+    if not stop_at or call is not None:
+        return writer.commit(extra_files=files, on_step=on_step).revision
+    with pytest.raises(KeyboardInterrupt):
+        writer.commit(extra_files=files, on_step=on_step)
+    return ""
+
+
+def contents(store: ObjectStore) -> dict[str, bytes]:
+    """Return what is published, and what a reader without Longshore finds by the index."""
+    index = open_model(store)
+    found = {file.key: read_other_file(store, file) for file in index.files}
+    weight_map = parse_weight_map(stored(store, INDEX_KEY))
+    assert set(weight_map) == {tensor.name for tensor in index.tensors}
+    for key in set(weight_map.values()):
+        assert parse_header(stored(store, key), store.stat(key).size_bytes).tensors
+    report = verify(store)
+    assert (report.ok, report.revision) == (True, index.revision), report
+    return found
+
+
+@pytest.mark.parametrize("step", ["files", "index", "manifest", "cleanup"])
+def test_small_files_stay_until_the_manifest(store: ObjectStore, step: str) -> None:
+    model, newer = {"w": np.arange(10, dtype=np.float32)}, {"w": np.ones(10, np.float32)}
+    first = commit(store, model, FILES)
+    before = contents(store)
+    assert FILES.items() <= before.items()
+    listed = {info.key: stored(store, info.key) for info in store.list()}
+    commit(store, newer, NEWER, stop_at=step)
+    if step == "cleanup":  # the manifest is there
+        assert NEWER.items() <= contents(store).items()
+    else:
+        assert (open_model(store).revision, contents(store)) == (first, before)
+        # Another layout: the save is undone when the next one begins, before its files are removed.
+        begin(store, {"other": np.zeros(3, np.uint8)})
+        assert stored(store, INDEX_KEY) == before[INDEX_KEY]
+        assert (open_model(store).revision, contents(store)) == (first, before)
+        # A save that nobody continues is undone by `longshore saves --clean`.
+        commit(store, newer, NEWER, stop_at=step)
+        commit(store, newer, {**NEWER, "config.json": b"{}"}, stop_at=step)  # once more, with another file
+        assert contents(store) == before
+        interrupted_saves(store, revision_of_file, POLICY, clean=True)
+        assert {info.key: stored(store, info.key) for info in store.list()} == listed
+        commit(store, newer, NEWER, stop_at=step)
+    again = commit(store, newer, NEWER)
+    assert (open_model(store).revision, NEWER.items() <= contents(store).items()) == (again, True)
+    assert BEFORE_KEY not in {info.key for info in store.list()}
+
+
+def test_a_first_save_that_is_undone_leaves_nothing(store: ObjectStore) -> None:
+    store.put("config.json", b"mine")
+    model = {"w": np.arange(10, dtype=np.float32)}
+    commit(store, model, NEWER, stop_at="manifest")
+    store.put("new.txt", b"written by somebody else since")
+    interrupted_saves(store, revision_of_file, POLICY, clean=True)
+    left = {"config.json": b"mine", "new.txt": b"written by somebody else since"}
+    assert {info.key: stored(store, info.key) for info in store.list()} == left
+
+
+def test_a_save_whose_files_were_removed_is_not_published(store: ObjectStore) -> None:
+    model = {"w": np.arange(10, dtype=np.float32)}
+    with pytest.raises(SaveConflict):
+        commit(store, model, FILES, stop_at="manifest", call=lambda: begin(store, {"other": np.zeros(3, np.uint8)}))
+    assert MANIFEST_KEY not in {info.key for info in store.list()}
+
+
+def test_damaged_notes_of_replaced_files_are_ignored(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    commit(store, {"w": np.zeros(3, np.uint8)}, FILES)
+    revision = open_model(store).revision
+    (tmp_path.parent / "outside").write_bytes(b"old")
+    digest = hashlib.sha256(b"old").hexdigest()
+    outside = ReplacedFiles(revision, {}, {"../outside": (digest,)}).encode()
+    whole = ReplacedFiles(revision, {"config.json": b"an evil!"}, {"config.json": ("00",)}).encode()
+    for damaged in (b"", b"{}", whole[:-1], outside):
+        store.put(BEFORE_KEY, damaged)
+        assert read_replaced(store, POLICY) is None
+        put_back(store, revision, POLICY)
+        assert (tmp_path.parent / "outside").read_bytes() == b"old"
+    (tmp_path / "config.json").write_bytes(b"changed!")
+    store.put(BEFORE_KEY, whole)
+    with pytest.raises(IntegrityError, match="not the published one"):  # the digest of the manifest decides
+        contents(store)
+    assert verify(store).bad_files == ("config.json",)
+    put_back(store, revision, POLICY)
+    assert (tmp_path / "config.json").read_bytes() == b"changed!"
 
 
 def test_wrong_ranges_are_refused(tmp_path: Path) -> None:
