@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import cluster
+from actors.reader.host import AGENT_S
 from cluster.errors import ConfigError
 from cluster.small_files import SOURCE_KEY, read_source
 from engines.ray_serve import ConfigFolder
@@ -68,6 +69,23 @@ def test_nothing_is_downloaded_and_vllm_gets_the_folder(model: Path):
     folder = Path(config.engine.hf_model_id)
     assert {path.name for path in folder.iterdir()} == {"config.json", HEADERS_KEY, SOURCE_KEY}
     made.run_callback_sync("on_before_download_model_files_distributed")  # on the replica's node: it is there
+
+
+@pytest.mark.parametrize("peer_port", [None, 0, -1])
+def test_each_node_starts_its_agent_unless_it_shares_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, peer_port: int | None
+):
+    """vLLM's workers are no processes of Ray: without the callback no agent would be there for them."""
+    started: list[float] = []
+    monkeypatch.setattr("engines.ray_serve.start_agent_here", started.append)
+    if peer_port is not None:
+        monkeypatch.setenv("LONGSHORE_PEER_PORT", str(peer_port))
+    made = callback(LLMConfig(str(model)))
+    asyncio.run(made.on_before_node_init())
+    assert started == []  # the replica may run where no worker does
+    for _ in range(2):  # Ray calls it on the replica's node too, where the folder is
+        pickle.loads(pickle.dumps(made)).run_callback_sync("on_before_download_model_files_distributed")
+    assert started == ([] if peer_port == -1 else [AGENT_S, AGENT_S])
 
 
 def test_code_is_fetched_where_vllm_may_run_it(model: Path):
