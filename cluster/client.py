@@ -587,7 +587,7 @@ def status(address: str | None = None) -> ClusterStatus:
 
 @checks_arguments
 def events(model_id: str, *, after: int = 0, wait_s: float = 0.0, address: str | None = None) -> tuple[LoadEvent, ...]:
-    """Return the events of a load or model after number `after`, oldest first; wait up to `wait_s` for the first.
+    """Return the events of a load, model or save after number `after`, oldest first; wait up to `wait_s` for the first.
 
     The last 1000 of a load are kept, until five minutes after its end. Raises ModelNotFound, ClusterLost.
     """

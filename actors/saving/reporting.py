@@ -46,6 +46,7 @@ class SaveReporter:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         if self.save_id:
+            self._thread = self._new_thread()
             self._start()
 
     def enter(self, state: str, now: Callable[[], dict[str, Any]] = dict) -> None:
@@ -63,22 +64,31 @@ class SaveReporter:
     def failed(self, error: BaseException) -> None:
         """Report that the save failed. Returns after END_S at most."""
         rank = getattr(error, "details", {}).get("rank", self._about.reporter)
+        message = without_secrets(str(error) or type(error).__name__)
         is_last = self._about.reporter == self._about.ranks - 1
         if self._thread is None and is_last and rank == 0 and self.save_id and _is_connected():
             self._about = replace(self._about, save_id=self.save_id)
-            self._start()
-        message = without_secrets(str(error) or type(error).__name__)
+            self._thread = self._new_thread()  # started when it has the error
         self._end(state=FAILED, error=type(error).__name__, message=message, failed_rank=rank)
 
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="save-report", daemon=True)
+
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="save-report", daemon=True)
-        self._thread.start()
+        try:
+            if self._thread is not None:
+                self._thread.start()
+        except RuntimeError:  # the process may have no more threads
+            self._thread = None
 
     def _end(self, **fields: Any) -> None:
         if self._thread is not None:
             now = self._now
             self._now = lambda: {**now(), **fields}
             self._is_over.set()
+            if self._thread.ident is None:
+                self._start()
+        if self._thread is not None:
             self._thread.join(END_S)
 
     def _run(self) -> None:

@@ -173,10 +173,10 @@ PAGES = {
         "where the private key goes",
     ),
     "status": Page(
-        "show the cluster's models and nodes",
+        "show the cluster's models, nodes and saves",
         (
-            "Shows loads and resident models, and the nodes that hold chunks of them. It starts nothing: where no load "
-            "has been yet, no coordinator runs, and that is an error; --watch waits for the first load.",
+            "Shows loads and resident models, the nodes that hold chunks of them, and saves. It starts nothing: "
+            "where no load has been yet, no coordinator runs, and that is an error; --watch waits for the first load.",
             "With --watch it goes on until Ctrl-C. On a terminal it draws bars, rates, ranks by node, nodes and the "
             "last events; elsewhere it prints a line for each change; with --json a document per look, one per line. "
             "A coordinator that is killed is waited for; when the cluster is lost the command says so and ends with 7.",
@@ -187,13 +187,14 @@ PAGES = {
         {130: "ended with Ctrl-C, as --watch always is"},
     ),
     "events": Page(
-        "show what happened to a load, or follow it",
+        "show what happened to a load or a save, or follow it",
         (
-            "Lists a load's events, oldest first, with the numbers that --after goes on from: changes of its state, "
-            "ranks that were ready, lost, replaced or moved, and what it waited for. The last 1000 of a load are kept, "
-            "until five minutes after its end.",
-            "With --follow it goes on until the load has failed or was released, with --until ready until it is ready, "
-            "or can be no more. --json prints one document; with --follow one per line, and a last line of kind `end`.",
+            "Lists the events of a load, or of a save by its id, oldest first, with the numbers that --after goes on "
+            "from: changes of its state, ranks that were ready, lost, replaced or moved, and what it waited for. The "
+            "last 1000 of a load are kept, until five minutes after its end.",
+            "With --follow it goes on until the load has failed or was released, or the save has ended, with --until "
+            "ready until it is ready, or can be no more. --json prints one document; with --follow one per line, and "
+            "a last line of kind `end`.",
         ),
         (
             "longshore events llama-70b-3f9a21c4",

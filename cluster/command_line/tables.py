@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cluster.command_line.demo import DemoReport
     from cluster.doctor.host_checks import Check
     from cluster.planning.plan_summary import PlanSummary
-    from cluster.telemetry.report import ClusterStatus, LoadReport, NodeStatus
+    from cluster.telemetry.report import ClusterStatus, LoadReport, ModelStatus, NodeStatus
     from storage.publishing.publish import PublishReport
     from storage.publishing.saves import SavesReport
     from storage.publishing.verify import VerifyReport
@@ -144,11 +144,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
         for group in status.worker_groups
         if (where := ", ".join(f"{host}: {count}" for host, count in Counter(group.rank_hosts).items()))
     ]
-    updates = [
-        cell(model.update if model.progress.model_id in model.update else f"{model.progress.model_id}: {model.update}")
-        for model in status.models
-        if model.update
-    ]
+    updates = [cell(_update(model)) for model in status.models if model.update]
     saves = table_of(
         ("save", "state", "ranks >", "in the store >", "time >", "uri", ""),
         [
@@ -185,6 +181,14 @@ def status_table(status: ClusterStatus) -> RenderableType:
     return Group(
         head, *scraped, Text(), models if status.models else empty, *updates, *worker_groups, Text(), nodes, *after
     )
+
+
+def _update(model: ModelStatus) -> str:
+    """What an update of a model does, or how the last one ended."""
+    name = "" if model.progress.model_id in model.update else f"{model.progress.model_id}: "
+    now = model.updating
+    read = f" ({show_bytes(now.read_bytes)} of {show_bytes(now.total_bytes)} read)" if now and now.total_bytes else ""
+    return f"{name}{model.update}{read}"
 
 
 def _settings(status: ClusterStatus) -> list[RenderableType]:

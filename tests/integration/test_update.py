@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import cluster
+from cluster import client
 from cluster.command_line.demo import write_llama_checkpoint
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.changed_models import CHANGED, changed_copy
@@ -189,6 +190,11 @@ def test_the_command_line_and_the_metrics_of_updates(
         assert is_exact(model, next_llama, 1)
         code, refused = update(model.model_id, odd.uri)
         assert (code, refused["error"]["type"]) == (3, "UpdateRefused"), refused
+        events = client.events(model.model_id, address=longshore.address)
+        done, failed = (e.details for e in events if e.kind == "update" and e.details)
+        assert (done["state"], done["revision"]) == ("done", report["revision"])
+        assert (failed["state"], failed["error"]) == ("failed", "UpdateRefused")
+        assert longshore.status().models[0].updating is None
         url = longshore.status().metrics_url
         finished = "longshore_updates_finished_total"
         counted = {(finished, "llama-next", "done"): 1, (finished, "llama-next", "failed"): 1}

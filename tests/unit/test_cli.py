@@ -39,8 +39,10 @@ from cluster.telemetry.report import (
     ObjectCheck,
     RankReport,
     StageTimes,
+    UpdateProgress,
     WorkerGroupStatus,
 )
+from cluster.telemetry.saves import SaveProgress, SaveStatus
 from storage.stores.local import LocalStore
 from tests.support.checkpoints import write_tiny_llama
 
@@ -321,7 +323,21 @@ def test_json_is_one_document_on_stdout(run: Run, fake_load: SimpleNamespace) ->
 def test_status_prints_models_and_nodes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = LoadProgress("m1", "s3://b/m", "ready", 10, 10, 10, 4, 4, 1.0)
     broken = LoadProgress("m2", "s3://b/n", "failed", 0, 10, 0, 0, 1, 1.0)
-    models = (ModelStatus(progress, "r1", Layout(4), "cuda", True, 2, ("a", "a", "b", "b")),)
+    update = UpdateProgress("staging", 1, 4, 3_000_000, 5_000_000)
+    models = (
+        ModelStatus(
+            progress,
+            "r1",
+            Layout(4),
+            "cuda",
+            True,
+            2,
+            ("a", "a", "b", "b"),
+            update="an update is read",
+            updating=update,
+        ),
+    )
+    save = SaveProgress("save-m-1", 4, "s3://b/m", "writing", 4, "a", 8_000_000, 1_000_000, 2_000_000, elapsed_s=3.0)
     ended = (ModelStatus(broken, "r2", Layout(), "cpu", False, 0, (), "chunk 7 could not be had", ended_age_s=41.7),)
     node = NodeStatus(
         "0123456789abcdef",
@@ -336,7 +352,7 @@ def test_status_prints_models_and_nodes(run: Run, monkeypatch: pytest.MonkeyPatc
         disk_used_bytes=3 << 29,
     )
     worker_group = WorkerGroupStatus("m0-12ab", "cuda", ("a", "a", "b"), 1 << 20, 12.0)
-    status = ClusterStatus("0.1.0", "c1", models, (node,), (worker_group,), ended=ended)
+    status = ClusterStatus("0.1.0", "c1", models, (node,), (worker_group,), ended=ended, saves=(SaveStatus(save),))
     monkeypatch.setattr(client, "status", lambda address: status)
     code, out, _ = run("status")
     assert code == 0
@@ -353,9 +369,14 @@ def test_status_prints_models_and_nodes(run: Run, monkeypatch: pytest.MonkeyPatc
     assert "537 MB" in out
     assert "17" in next(line for line in out.splitlines() if "537 MB" in line)
     assert "a: 2, b: 1" in out
+    assert "m1: an update is read (3.00 MB of 5.00 MB read)" in lines
+    assert ["save-m-1", "writing", "4", "3.00", "MB", "of", "8.00", "MB", "3", "s", "s3://b/m"] in [
+        line.split() for line in lines
+    ]
     assert "3 cuda workers of m0-12ab idle for 12 s" in out
     code, out, _ = run("status", "--json")
     document = json.loads(out)
+    assert [save["progress"]["copied_bytes"] for save in document["saves"]] == [2_000_000]
     assert [model["progress"]["model_id"] for model in document["models"]] == ["m1"]
     assert [(model["error"], model["ended_age_s"]) for model in document["ended"]] == [
         ("chunk 7 could not be had", 41.7)

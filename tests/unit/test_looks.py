@@ -32,6 +32,7 @@ from cluster.telemetry import process_logs
 from cluster.telemetry.chunk_map import LoadEvent
 from cluster.telemetry.process_logs import LogLine
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus
+from cluster.telemetry.saves import SaveProgress, SaveStatus
 from cluster.telemetry.stats import RankStatus
 
 
@@ -55,12 +56,13 @@ class Cluster:
     incarnation: str = "c1"
     asked: list[tuple[str, int]] = field(default_factory=list)
     error: Exception | None = None
+    saves: list[SaveStatus] = field(default_factory=list)
 
     def status(self, address: str | None = None) -> ClusterStatus:
         if self.error is not None:
             raise self.error
         nodes = tuple(NodeStatus(host, host, 1 << 30, 1 << 29, 1, 0, 0.3) for host in self.hosts)
-        return ClusterStatus("0.1.0", self.incarnation, tuple(self.models), nodes)
+        return ClusterStatus("0.1.0", self.incarnation, tuple(self.models), nodes, saves=tuple(self.saves))
 
     def events(
         self, model_id: str, *, after: int = 0, wait_s: float = 0, address: str | None = None
@@ -268,6 +270,37 @@ def test_the_view_shows_loads_nodes_and_events(cluster: Cluster) -> None:
     assert "rank 1 on host-a: [bold]\\nno markup" in text
     assert "no answer" not in text
     assert "no answer for 4 s" in drawn(look, happened, silent_s=4.0)[0]
+
+
+def save(save_id: str, state: str = "writing", **changes: Any) -> SaveStatus:
+    return SaveStatus(
+        SaveProgress(save_id, 3, f"s3://b/{save_id}", state, 4, total_bytes=1000, written_bytes=250, **changes)
+    )
+
+
+def test_a_save_is_watched_like_a_load(cluster: Cluster) -> None:
+    cluster.saves = [save("save-a"), save("save-b", "failed")]
+    cluster.logs = {each: [event(1, f"{each} has begun", kind="save")] for each in ("save-a", "save-b")}
+    looks = Looks(None, ticking())
+    look = looks.look()
+    text = "\n".join(drawn(look, list(look.events)))
+    assert "save-a writing, 250 B of 1.00 kB (25 %), 4 ranks, to s3://b/save-a" in text
+    assert "save-b failed" not in text, "what is over has events only"
+    assert "save-b has begun" in text
+    looks.look()
+    assert cluster.asked == [("save-a", 0), ("save-b", 0), ("save-a", 1)], "what is over is asked about once"
+
+
+@pytest.mark.parametrize(("state", "code"), [("published", 0), ("failed", 1), ("lost", 1)])
+def test_following_ends_with_the_save(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], state: str, code: int
+) -> None:
+    cluster.saves = [save("save-a", state, message="" if state == "published" else "rank 2 died")]
+    cluster.logs = {"save-a": [event(1, kind="save")]}
+    assert main(["events", "save", "--follow", "--json"]) == code
+    out, err = capsys.readouterr()
+    assert err == "longshore: the save failed: rank 2 died\n" * code
+    assert json.loads(out.splitlines()[-1])["state"] == state
 
 
 @pytest.mark.parametrize("columns", [40, 60, 79, 80, 120])

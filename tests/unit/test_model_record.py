@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import dataclasses
 import itertools
 from dataclasses import replace
@@ -10,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from actors.coordination.model_record import ModelRecord, Placement
-from cluster.errors import DoesNotFit, LayoutError, UnknownFamily
+from actors.coordination.model_record import ModelRecord, Placement, SavedUpdate
+from cluster.errors import DoesNotFit, LayoutError, UnknownFamily, UpdateFailed
 from cluster.options import LoadOptions
 from cluster.request import LoadRequest, make_request
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, advance
+from cluster.scheduling.update_state import UpdateLife
+from cluster.telemetry.report import UpdateProgress
+from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +104,46 @@ def test_only_its_own_methods_assign_fields_of_a_record() -> None:
                     if owner.rpartition(".")[2].strip("_") in ("record", "model"):
                         assigned.append(f"{path.name}:{target.lineno}: {owner}.{target.attr}")
     assert not assigned
+
+
+async def updated(outcome: UpdateReport | LongshoreError) -> ModelRecord:
+    """Lead an update to its end; check its progress in each phase."""
+    record = ModelRecord("m-1", asked(), Life.new(2), Holders())
+    record.place(Placement(rank, "node", "host", None) for rank in range(2))
+    begins, ends = asyncio.Event(), asyncio.Event()
+
+    async def work() -> UpdateReport:
+        begins.set()
+        await ends.wait()
+        if isinstance(outcome, LongshoreError):
+            raise outcome
+        return outcome
+
+    record.lead_update("u-1", work())
+    await begins.wait()
+    assert record.status().updating == UpdateProgress("planning", 0, 2, 0, 0)
+    record.reads_for_update(100)
+    record.begin_update(
+        SavedUpdate("u-1", asked(), "old", "new", "", False), UpdateLife.new(2, streaming=False), lambda beat: None
+    )
+    record.has_read_for_update(1, 40)
+    record.has_read_for_update(1, 30)  # late
+    record.move_update(UpdateLife.new(2, streaming=False).staged(1))
+    assert record.status().updating == UpdateProgress("staging", 1, 2, 40, 100)
+    record.move_update(UpdateLife.new(2, streaming=False).staged(0).staged(1).decide().exchanged(0))
+    assert record.status().updating == UpdateProgress("exchanging", 1, 2, 40, 100)
+    ends.set()
+    task = record.updating
+    assert task is not None
+    await task
+    assert record.status().updating is None
+    return record
+
+
+def test_the_end_of_an_update_is_an_event() -> None:
+    report = UpdateReport("m-1", "u-1", "/models/b", "old", "new", 9, 1, 50, 950, {"store_direct": 50})
+    event = asyncio.run(updated(report)).events.after(0)[-1]
+    assert event.details == {"state": "done", "revision": "new", "changed_bytes": 50, "read_bytes": 50}
+    event = asyncio.run(updated(UpdateFailed("a rank died", rank=1))).events.after(0)[-1]
+    assert (event.rank, event.details) == (1, {"state": "failed", "error": "UpdateFailed"})
+    assert event.message.startswith("the update failed: a rank died")

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.saving import reporting
+from actors.saving.reporting import SaveReporter
+from actors.saving.save import save
+from cluster.errors import SaveError
+from cluster.messages import unpack_message
 from cluster.telemetry.counters import ClusterMetrics, CoordinatorFacts, samples
 from cluster.telemetry.saves import KEPT_S, LOST_S, MOST_SAVES, SaveProgress
 
@@ -135,3 +147,84 @@ def test_no_order_of_reports_makes_a_counter_fall(reports: list[SaveProgress]) -
 @pytest.mark.parametrize("uri", ["s3://key:secret@models/run-7", "/models/run 7/"])
 def test_the_label_is_plain(uri: str) -> None:
     assert replace(FIRST, uri=uri).model == "run-7"
+
+
+class FakeRay:
+    """Stands in for the module `ray` of a connected process. `answer` is called with each report."""
+
+    WORKER_MODE = 1
+
+    def __init__(self, answer: Callable[[SaveProgress], None]) -> None:
+        self.reports: list[SaveProgress] = []
+        self.answer = answer
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(worker=SimpleNamespace(mode=1), get_actor_name=lambda: "worker-llama-1a2b-0-0")
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        return SimpleNamespace(save_progress=SimpleNamespace(remote=lambda packed: packed))
+
+    def get(self, packed: bytes, timeout: float) -> None:
+        self.reports.append(unpack_message(packed, "a rank", "this test"))
+        self.answer(self.reports[-1])
+
+
+def connected(monkeypatch: pytest.MonkeyPatch, answer: Callable[[SaveProgress], None]) -> FakeRay:
+    ray = FakeRay(answer)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(reporting, "REPORT_S", 0.01)
+    return ray
+
+
+def test_a_save_is_reported_from_its_begin_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = connected(monkeypatch, lambda report: None)
+    report = save({"a": torch.ones(1000)}, tmp_path / "m")
+    first, *_, last = ray.reports
+    assert (first.number, first.uri, first.ranks) == (1, str(tmp_path / "m"), 1)
+    assert (last.state, last.revision, last.worker_group) == ("published", report.revision, "llama-1a2b")
+    assert (last.total_bytes, last.written_bytes) == (report.size_bytes, report.written_bytes)
+    assert [each.number for each in ray.reports] == list(range(1, len(ray.reports) + 1))
+
+
+def test_a_coordinator_that_fails_or_hangs_fails_no_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(report: SaveProgress) -> None:
+        raise RuntimeError("the actor died")
+
+    ray = connected(monkeypatch, fail)
+    save({"a": torch.ones(4)}, tmp_path / "m")
+    assert {report.number for report in ray.reports} == {1}, "nothing was received"
+    ends = threading.Event()
+    monkeypatch.setattr(reporting, "END_S", 0.1)
+    ray = connected(monkeypatch, lambda report: void(ends.wait(10)))
+    began_s = time.monotonic()
+    save({"a": torch.ones(4)}, tmp_path / "m")
+    assert time.monotonic() - began_s < 5
+    assert len(ray.reports) == 1
+    ends.set()
+
+
+def void(_: object) -> None:
+    """Return nothing."""
+
+
+def test_the_last_rank_reports_that_rank_0_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = connected(monkeypatch, lambda report: None)
+    for rank in range(1, 4):
+        reporter = SaveReporter("s3://models/run-7", rank, 4, time.monotonic())
+        reporter.known_as(FIRST.save_id)
+        reporter.failed(SaveError("rank 2 ended the save", rank=2))
+        reporter.failed(SaveError("rank 0 ended the save: it died", rank=0))
+    (report,) = ray.reports
+    assert (report.save_id, report.reporter, report.failed_rank) == (FIRST.save_id, 3, 0)
+    assert shown(reported(FIRST, report))["saves_finished_total", "run-7", "failed"] == 1
+
+
+def test_a_process_without_ray_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    reporter = SaveReporter("s3://models/run-7", 0, 1, time.monotonic())
+    reporter.published(revision="r")
+    assert reporter.save_id == ""
+    assert "ray" not in sys.modules
