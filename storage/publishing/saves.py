@@ -27,6 +27,7 @@ from storage.checkpoints.checkpoint_files import SAVE_JOURNAL_KEY, read_whole
 from storage.checkpoints.manifest import MANIFEST_KEY, Hex, Manifest, ManifestEntry, Path
 from storage.checkpoints.replaced_files import BEFORE_KEY, put_back
 from storage.errors import (
+    AccessDenied,
     InvalidManifest,
     ObjectChanged,
     ObjectNotFound,
@@ -146,14 +147,25 @@ def put_if(store: ObjectStore, key: str, data: bytes, etag: str | None, policy: 
     Raises ObjectChanged, StoreError.
     """
 
+    def is_written() -> ObjectInfo | None:
+        try:
+            info = store.stat(key)
+            same = info.size_bytes == len(data) and read_bytes(store, key, ByteRange(0, len(data))) == data
+        except (ObjectNotFound, AccessDenied):
+            return None
+        return info if same else None
+
     def write() -> ObjectInfo:
         try:
             return writes_parts(store).put_if(key, data, etag)
-        except (ObjectChanged, StoreUnavailable):
+        except StoreUnavailable:
             with contextlib.suppress(StoreError):
-                info = store.stat(key)
-                if info.size_bytes == len(data) and read_bytes(store, key, ByteRange(0, len(data))) == data:
+                if (info := is_written()) is not None:
                     return info
+            raise
+        except ObjectChanged:  # perhaps by an earlier try of this write: if that cannot be read now, try again
+            if (info := is_written()) is not None:
+                return info
             raise
 
     return with_retries(write, policy)
@@ -281,6 +293,12 @@ def remove_leftovers(store: ObjectStore, leftovers: Iterable[Leftover], policy: 
                 put_back(store, "" if manifest is None else manifest.revision, policy)
         else:
             with_retries(lambda item=item: store.delete(item.key), policy)  # type: ignore[misc]
+
+
+def abort_uploads(store: ObjectStore, revision: str, policy: RetryPolicy) -> None:
+    """Abort the uploads of a save that is published: beginnings whose answers were lost. Raises StoreError."""
+    uploads = with_retries(lambda: list(writes_parts(store).open_uploads(f"model-{revision}-")), policy)
+    remove_leftovers(store, [Leftover(item.key, "upload", revision, 0, item.upload) for item in uploads], policy)
 
 
 def remove_save(store: ObjectStore, journal: SaveJournal, used: Sequence[str], policy: RetryPolicy) -> int:
