@@ -212,7 +212,7 @@ class Leftover:
 
     key: str
     kind: Literal["upload", "file", "journal", "replaced"]  # "replaced": the old bytes of small files
-    revision: str  # the save's, as in the file name
+    revision: str  # the save's, as in the file name; "" if it is not known
     size_bytes: int
     upload: str = ""  # the id, for an upload
 
@@ -261,7 +261,7 @@ def list_saves(
         found.append(Leftover(SAVE_JOURNAL_KEY, "journal", journal.revision if journal else "", 0))
     with contextlib.suppress(ObjectNotFound):
         replaced = with_retries(lambda: store.stat(BEFORE_KEY), policy)
-        found.append(Leftover(BEFORE_KEY, "replaced", journal.revision if journal else "", replaced.size_bytes))
+        found.append(Leftover(BEFORE_KEY, "replaced", "", replaced.size_bytes))
     for upload in with_retries(lambda: list(writes.open_uploads("model-")), policy):
         if (revision := revision_of(upload.key)) is not None:
             found.append(Leftover(upload.key, "upload", revision, upload.size_bytes, upload.upload))
@@ -316,5 +316,5 @@ def remove_save(store: ObjectStore, journal: SaveJournal, used: Sequence[str], p
         for item in with_retries(lambda: list(store.list(mark)), policy)
         if item.key not in used
     ]
-    remove_leftovers(store, [Leftover(BEFORE_KEY, "replaced", journal.revision, 0), *gone], policy)
+    remove_leftovers(store, [Leftover(BEFORE_KEY, "replaced", "", 0), *gone], policy)
     return len(gone)

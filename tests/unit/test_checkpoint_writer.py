@@ -280,7 +280,9 @@ def test_small_files_stay_until_the_manifest(store: ObjectStore, step: str) -> N
         commit(store, newer, NEWER, stop_at=step)
         commit(store, newer, {**NEWER, "config.json": b"{}"}, stop_at=step)  # once more, with another file
         assert contents(store) == before
-        interrupted_saves(store, revision_of_file, POLICY, clean=True)
+        left = interrupted_saves(store, revision_of_file, POLICY).leftovers
+        assert "replaced" in {item.kind for item in left} or step == "files"
+        assert interrupted_saves(store, revision_of_file, POLICY, clean=True).leftovers == left
         assert {info.key: stored(store, info.key) for info in store.list()} == listed
         commit(store, newer, NEWER, stop_at=step)
     again = commit(store, newer, NEWER)
