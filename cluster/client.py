@@ -510,7 +510,8 @@ def list_saves(
 
     Args:
         uri: Folder of the checkpoint, as for `save`.
-        clean: Remove what is listed. No save to this URI may run meanwhile: it would end with SaveConflict.
+        clean: Put small files back as they were, and remove what is listed. No save to this URI may run meanwhile: it
+            would end with SaveConflict.
         endpoint_url: URL of an S3-compatible server. None: as the AWS configuration says, else the provider's own.
         region: Region of the bucket. None: as the environment says.
         profile: Name of a profile in the AWS configuration.

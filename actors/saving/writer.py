@@ -12,6 +12,7 @@ that was complete cannot be changed, so other bytes of it are PartsDiffer: the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +54,7 @@ from storage.publishing.saves import (
     PartRecord,
     SaveJournal,
     StoredJournal,
+    abort_uploads,
     published,
     put_if,
     read_journal,
@@ -499,6 +501,8 @@ class CheckpointWriter:
         on_step("cleanup")
         for key in (SIGNATURE_KEY, AMAX_KEY, BEFORE_KEY):  # of the revision before
             with_retries(lambda key=key: self._store.delete(key), self._policy)  # type: ignore[misc]
+        with contextlib.suppress(StoreError):  # the checkpoint is complete without it
+            abort_uploads(self._store, self._begun.revision, self._policy)
         self._journal.remove()
         on_step("done")
         return manifest

@@ -28,6 +28,7 @@ from storage.checkpoints.checkpoint_files import SAVE_JOURNAL_KEY, read_whole
 from storage.checkpoints.manifest import MANIFEST_KEY, Hex, Manifest, ManifestEntry, Path
 from storage.checkpoints.replaced_files import BEFORE_KEY, put_back
 from storage.errors import (
+    AccessDenied,
     InvalidManifest,
     ObjectChanged,
     ObjectNotFound,
@@ -147,14 +148,25 @@ def put_if(store: ObjectStore, key: str, data: bytes, etag: str | None, policy: 
     Raises ObjectChanged, StoreError.
     """
 
+    def is_written() -> ObjectInfo | None:
+        try:
+            info = store.stat(key)
+            same = info.size_bytes == len(data) and read_bytes(store, key, ByteRange(0, len(data))) == data
+        except (ObjectNotFound, AccessDenied):
+            return None
+        return info if same else None
+
     def write() -> ObjectInfo:
         try:
             return writes_parts(store).put_if(key, data, etag)
-        except (ObjectChanged, StoreUnavailable):
+        except StoreUnavailable:
             with contextlib.suppress(StoreError):
-                info = store.stat(key)
-                if info.size_bytes == len(data) and read_bytes(store, key, ByteRange(0, len(data))) == data:
+                if (info := is_written()) is not None:
                     return info
+            raise
+        except ObjectChanged:  # perhaps by an earlier try of this write: if that cannot be read now, try again
+            if (info := is_written()) is not None:
+                return info
             raise
 
     return with_retries(write, policy)
@@ -201,7 +213,7 @@ class Leftover:
 
     key: str
     kind: Literal["upload", "file", "journal", "replaced"]  # "replaced": the old bytes of small files
-    revision: str  # the save's, as in the file name
+    revision: str  # the save's, as in the file name; "" if it is not known
     size_bytes: int
     upload: str = ""  # the id, for an upload
 
@@ -250,7 +262,7 @@ def list_saves(
         found.append(Leftover(SAVE_JOURNAL_KEY, "journal", journal.revision if journal else "", 0))
     with contextlib.suppress(ObjectNotFound):
         replaced = with_retries(lambda: store.stat(BEFORE_KEY), policy)
-        found.append(Leftover(BEFORE_KEY, "replaced", journal.revision if journal else "", replaced.size_bytes))
+        found.append(Leftover(BEFORE_KEY, "replaced", "", replaced.size_bytes))
     for upload in with_retries(lambda: list(writes.open_uploads("model-")), policy):
         if (revision := revision_of(upload.key)) is not None:
             found.append(Leftover(upload.key, "upload", revision, upload.size_bytes, upload.upload))
@@ -284,6 +296,12 @@ def remove_leftovers(store: ObjectStore, leftovers: Iterable[Leftover], policy: 
             with_retries(lambda item=item: store.delete(item.key), policy)  # type: ignore[misc]
 
 
+def abort_uploads(store: ObjectStore, revision: str, policy: RetryPolicy) -> None:
+    """Abort the uploads of a save that is published: beginnings whose answers were lost. Raises StoreError."""
+    uploads = with_retries(lambda: list(writes_parts(store).open_uploads(f"model-{revision}-")), policy)
+    remove_leftovers(store, [Leftover(item.key, "upload", revision, 0, item.upload) for item in uploads], policy)
+
+
 def remove_save(store: ObjectStore, journal: SaveJournal, used: Sequence[str], policy: RetryPolicy) -> int:
     """Undo an interrupted save: its small files, uploads and files. Return how many uploads and files there were.
 
@@ -299,5 +317,5 @@ def remove_save(store: ObjectStore, journal: SaveJournal, used: Sequence[str], p
         for item in with_retries(lambda: list(store.list(mark)), policy)
         if item.key not in used
     ]
-    remove_leftovers(store, [Leftover(BEFORE_KEY, "replaced", journal.revision, 0), *gone], policy)
+    remove_leftovers(store, [Leftover(BEFORE_KEY, "replaced", "", 0), *gone], policy)
     return len(gone)

@@ -27,6 +27,7 @@ from tests.chaos.judge import (
     wasted_bytes,
 )
 from tests.chaos.run_case import CaseRunner, Outcome
+from tests.chaos.saves import FAULTS, make_save_case, run_saves
 from tests.support.fault_proxy import Asked, Cut, Delay, Drop, Flip, Refuse, Shorten, Stall
 
 TWO = (2, 1, 1)
@@ -55,6 +56,7 @@ CASES = {
     "a-serving-node-lost": replace(PEERS, seed=17, arena="smallest", strikes=(Strike("node", 0.5),)),
     "disk-damaged": replace(PLAIN, seed=9, disk="damaged", arena="smallest"),
 }
+SAVES = (3, 9, 21, 28)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,18 @@ def test_loads_under_faults_are_exact_or_end_justified(runner: CaseRunner, name:
         assert (outcome.kind, outcome.said) == (REFUSED, "VersionMismatch")
     elif not case.given_up:
         assert outcome.kind == EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_saves_under_faults_are_exact_or_end_justified() -> None:
+    """The four cases have each fault, in a folder and in S3."""
+    cases = [make_save_case(number) for number in SAVES]
+    assert {attempt.fault for case in cases for attempt in case.attempts} == set(FAULTS)
+    outcomes = run_saves(cases)
+    for outcome in outcomes:
+        assert outcome.kind in (EXACT, REFUSED), f"{outcome}"
+    assert {name for outcome in outcomes for name in outcome.struck} == {f"save: {name}" for name in FAULTS[:-1]}
 
 
 @given(st.integers(0, 10**9))

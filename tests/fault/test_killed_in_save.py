@@ -1,8 +1,14 @@
-"""Ranks that are killed, or raise, in a save: the revision before stays loadable, and the next save continues."""
+"""Ranks and stores that are killed in a save: the revision before stays whole, and a repeated call continues."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,57 +16,200 @@ import pytest
 
 import cluster
 from cluster.client import list_saves
-from tests.support.save_job import full_tensors, run_jobs
+from storage.checkpoints.checkpoint_files import INDEX_KEY, parse_weight_map
+from storage.checkpoints.replaced_files import BEFORE_KEY
+from storage.checkpoints.safetensors_header import parse_header
+from storage.publishing.saves import SavesReport
+from storage.stores.embedded_s3 import EmbeddedS3
+from tests.support.s3_servers import START_S
+from tests.support.save_job import LAST_ROUND, Ended, run_jobs, small_files, small_tensors
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
-ROUND = "round 1 of 1"
-WRITTEN = ("commit: shards", "commit: files", "commit: index", "commit: manifest")  # every part is in the journal
-ALL_DIE_AT = ("begin", ROUND, "write", *WRITTEN, "commit: cleanup")
-ONE_DIES_AT = ((2, "begin"), (2, ROUND), (1, "write"), (0, "commit: index"))
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+SAVE_TIMEOUT_S = 16.0
+STEPS = ("plan", LAST_ROUND, "commit: shards", "commit: index", "commit: manifest")
+WRITTEN = STEPS[2:]  # every part is in the journal
+COMPLETE = STEPS[3:]  # and every file is complete
+AWAY, BACK = "store", "store, which comes back"
+KEYS = {"access_key_id": "killed-saves", "secret_access_key": "no-secret"}
+OPTIONS = {"max_shard_bytes": 6_000_000, "chunk_bytes": 1 << 20}
 
 
-def test_the_revision_before_stays_and_the_next_save_continues(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    tensors = [full_tensors(0), full_tensors(1)]
-    (first,) = run_jobs(tmp_path / "first", [{"uri": str(base)}])
-    assert {one.code for one in first} == {0}, first[0].log
-    before = first[0].document["revision"]
-    cases: list[tuple[str, int | None, dict[str, Any]]] = [(step, None, {"all_die_at": step}) for step in ALL_DIE_AT]
-    cases += [(step, rank, {"only": {f"{rank}": {"die_at": step}}}) for rank, step in ONE_DIES_AT]
-    cases += [("write", 3, {"only": {"3": {"raise_at": "write"}}})]
-    jobs = []
-    for number, (_, _, case) in enumerate(cases):
-        folder = shutil.copytree(base, tmp_path / f"{number}")
-        jobs.append({"uri": str(folder), "seed": 1, "save_timeout_s": 16, **case})
-    ended = run_jobs(tmp_path / "killed", jobs)
-    for job, (step, lost, case), ranks in zip(jobs, cases, ended, strict=True):
-        is_new = step == "commit: cleanup"
-        with cluster.safe_open(job["uri"]) as opened:  # verified by the manifest
-            assert set(opened.keys()) == set(tensors[is_new])
-            for name, tensor in tensors[is_new].items():
-                assert opened.get_tensor(name).equal(tensor), (case, name)
-        report = cluster.verify(job["uri"], progress=False)
-        if step == "commit: manifest":  # the index has no revision in its name, and is written just before
-            assert (report.bad_files, report.missing) == (("model.safetensors.index.json",), ()), case
-            assert not report.bad_chunks, case
-            assert not report.bad_shards, case
+@dataclass
+class Case:
+    """A save that meets a fault."""
+
+    number: int
+    where: str  # "folder" or "s3"
+    who: str  # what is killed
+    step: str  # when
+    job: dict[str, Any]
+    uri: str = ""
+    root: Path = Path()  # of the objects
+    server: EmbeddedS3 | None = None
+    ended: list[Ended] = field(default_factory=list)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return arguments of functions that read or write the checkpoint."""
+        if self.server is None:
+            return {}
+        return {"endpoint_url": self.server.endpoint_url, "region": self.server.region}
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.who} killed at {self.step}"
+
+
+def make_cases() -> list[Case]:
+    """Return the cases of the table."""
+    found: list[tuple[str, str, str, dict[str, Any]]] = []
+    for where in ("folder", "s3"):
+        found += [(where, "all ranks", step, {"all_die_at": step}) for step in (*STEPS, "commit: cleanup")]
+        for rank, step in zip((2, 1, 0, 0, 0), STEPS, strict=True):
+            found.append((where, f"rank {rank}", step, {"only": {f"{rank}": {"die_at": step}}}))
+    found.append(("folder", "no rank", LAST_ROUND, {"only": {"1": {"raise_at": LAST_ROUND}}}))
+    found += [("s3", AWAY, step, {"only": {"0": {"store_dies_at": step}}}) for step in STEPS]
+    found += [("s3", BACK, step, {"only": {"0": {"store_dies_at": step}}}) for step in COMPLETE]
+    return [Case(number, *one) for number, one in enumerate(found)]
+
+
+def copy(base: Path, to: Path) -> Path:
+    """Copy a checkpoint. Shards are linked, as nobody writes to them."""
+    return shutil.copytree(base, to, copy_function=lambda a, b: (os.link if "model-" in a else shutil.copyfile)(a, b))
+
+
+def start_again(server: EmbeddedS3) -> EmbeddedS3:
+    """Start a server that was killed, at the same address."""
+    port = int(server.endpoint_url.rpartition(":")[2])
+    return EmbeddedS3(server.folder, **KEYS, port=port, start_timeout_s=START_S)
+
+
+@contextlib.contextmanager
+def stores(cases: list[Case], base: Path, folder: Path) -> Iterator[None]:
+    """Give each case a copy of the checkpoint. Those whose store is killed have a server each."""
+    with contextlib.ExitStack() as stack:
+        shared = folder / "shared"
+        for case in cases:
+            own = case.who in (AWAY, BACK)
+            top = folder / f"s3-{case.number}" if own else shared
+            case.root = copy(base, (folder / "local" if case.where == "folder" else top / "models") / f"{case.number}")
+        server = stack.enter_context(EmbeddedS3(shared, **KEYS, start_timeout_s=START_S))
+        for case in cases:
+            case.uri = str(case.root)
+            if case.where == "s3":
+                case.uri = f"s3://models/{case.number}"
+                case.server = server
+            if case.who in (AWAY, BACK):
+                case.server = EmbeddedS3(case.root.parent.parent, **KEYS, start_timeout_s=START_S)
+                case.job["store_pid"] = case.server.pid
+            if case.who == BACK:
+                back = threading.Thread(target=bring_back, args=(case, case.server.pid))
+                back.start()
+                stack.callback(back.join)
+        try:
+            yield
+        finally:
+            for case in cases:
+                if case.server is not None and case.who in (AWAY, BACK):
+                    case.server.close()
+
+
+def bring_back(case: Case, pid: int) -> None:
+    """Start the server of a case again when it was killed."""
+    with contextlib.suppress(OSError):
+        while True:
+            os.kill(pid, 0)
+            time.sleep(0.05)
+    assert case.server is not None
+    case.server = start_again(case.server)
+
+
+def check_contents(case: Case, seed: int, folder: Path) -> str:
+    """Compare all that is published, and what a reader without Longshore finds. Return the revision."""
+    with cluster.safe_open(case.uri, **case.options) as opened:  # verified by the manifest
+        for name, tensor in small_tensors(seed).items():
+            assert opened.get_tensor(name).equal(tensor), (case, name)
+    made = Path(cluster.config_folder(case.uri, folder, **case.options))
+    for name, data in small_files(seed).items():
+        assert (made / name).read_bytes() == data, (case, name)
+    report = cluster.verify(case.uri, progress=False, **case.options)
+    assert report.ok, (case, report)
+    weight_map = parse_weight_map((case.root / INDEX_KEY).read_bytes())
+    assert set(weight_map) == set(small_tensors(seed))
+    for file in set(weight_map.values()):
+        data = (case.root / file).read_bytes()
+        assert parse_header(data, len(data)).tensors, (case, file)
+    return report.revision
+
+
+def check_end(case: Case) -> None:
+    """Every rank that lives has ended in time, with an error that names the one at fault."""
+    lost = next(iter(case.job.get("only", {})), "")
+    for rank, one in enumerate(case.ended):
+        assert one.document.get("took_s", 0.0) < 1.5 * SAVE_TIMEOUT_S + 5, (case, one)
+        if case.who == "all ranks":
+            assert one.code == -9, (case, one)
+        elif case.who == BACK:
+            assert one.code == 0, (case, one)
+        elif case.who == AWAY:
+            assert one.code == 3, (case, one)
+            assert one.error == ("StoreUnavailable" if one.document["rank"] is None else "SaveError"), (case, one)
+        elif f"{rank}" == lost:
+            assert one.code == (4 if case.who == "no rank" else -9), (case, one)
         else:
-            assert report.ok, case
-        assert (report.revision == before) != is_new, case
-        for rank, one in enumerate(ranks):
-            if lost is None:
-                assert one.code == -9, (case, one)
-            elif rank != lost:
-                assert (one.code, one.error, one.document["rank"]) == (3, "SaveError", lost), (case, one)
-            else:
-                assert one.code == (4 if "raise_at" in case["only"][f"{lost}"] else -9), (case, one)
-    again = run_jobs(tmp_path / "again", [{"uri": job["uri"], "seed": 1} for job in jobs])
-    for job, (step, _, case), ranks in zip(jobs, cases, again, strict=True):
-        assert {one.code for one in ranks} == {0}, (case, ranks[0])
-        document = ranks[0].document
-        report = cluster.verify(job["uri"], progress=False)
-        assert (report.ok, report.revision) == (True, document["revision"])
-        assert sum(document[f"{how}_bytes"] for how in ("written", "reused", "copied")) == document["size_bytes"]
-        assert {item.kind for item in list_saves(job["uri"]).leftovers} <= {"file"}, case
-        if step in WRITTEN:
-            assert document["reused_bytes"] == document["size_bytes"], case
+            assert (one.code, one.error, one.document["rank"]) == (3, "SaveError", int(lost)), (case, one)
+    assert case.who != AWAY or any(one.error == "StoreUnavailable" for one in case.ended), case
+
+
+def check_leftovers(case: Case, left: SavesReport) -> None:
+    """All that the interrupted save wrote is listed."""
+    kinds = {item.kind for item in left.leftovers}
+    if case.step == "plan":
+        assert not kinds, case
+    elif case.step in STEPS:
+        assert "journal" in kinds, case
+        assert ("upload" in kinds) == (case.step not in COMPLETE and case.who != AWAY), (case, kinds)
+        assert ("replaced" in kinds) == (BEFORE_KEY in {path.name for path in case.root.iterdir()}), case
+
+
+def test_the_revision_before_stays_and_the_next_save_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    base = tmp_path / "base"
+    before = cluster.save(small_tensors(0), base, extra_files=small_files(0), **OPTIONS).revision
+    cases = make_cases()
+    common = {"case": "small", "world": 3, "slots": 1, "seed": 1, "save_timeout_s": SAVE_TIMEOUT_S}
+    common["max_shard_bytes"] = OPTIONS["max_shard_bytes"]
+    with stores(cases, base, tmp_path):
+        jobs = []
+        for case in cases:
+            where = {} if case.server is None else {"endpoint_url": case.server.endpoint_url}
+            jobs.append({**common, **where, "uri": case.uri, **case.job})
+        for case, ended in zip(cases, run_jobs(tmp_path / "jobs", jobs, at_once=6), strict=True):
+            case.ended = ended
+        rows = []
+        for case in cases:
+            check_end(case)
+            if case.who == AWAY and case.server is not None:
+                case.server = start_again(case.server)
+            is_new = case.step == "commit: cleanup" or case.who == BACK
+            found = check_contents(case, int(is_new), tmp_path / f"old-{case.number}")
+            assert (found == before) != is_new, case
+            left = list_saves(case.uri, **case.options)
+            if case.who != BACK:
+                check_leftovers(case, left)
+            if case.step == LAST_ROUND and case.who == "all ranks":  # nobody continues it
+                list_saves(case.uri, clean=True, **case.options)
+                assert list_saves(case.uri, **case.options).leftovers == (), case
+                assert check_contents(case, 0, tmp_path / f"cleaned-{case.number}") == before, case
+                continue
+            report = cluster.save(small_tensors(1), case.uri, extra_files=small_files(1), **OPTIONS, **case.options)
+            assert check_contents(case, 1, tmp_path / f"new-{case.number}") == report.revision, case
+            assert report.written_bytes + report.reused_bytes + report.copied_bytes == report.size_bytes, case
+            if case.step in (COMPLETE if case.who == AWAY else WRITTEN) and case.who != BACK:
+                assert report.reused_bytes == report.size_bytes, (case, report)
+            elif case.step == LAST_ROUND and case.who != AWAY:  # what two rounds wrote is in the journal
+                assert report.reused_bytes > 0, (case, report)
+            assert {item.kind for item in list_saves(case.uri, **case.options).leftovers} <= {"file"}, case
+            rows.append((f"{case}", report.written_bytes, report.reused_bytes))
+    for row in rows:
+        print(*row, sep=" | ")

@@ -1,29 +1,32 @@
 """Jobs whose ranks save one checkpoint together: the script of the ranks, and what a test needs to start it.
 
 `die_at`: the rank kills itself when its save comes to that step. `raise_at`: it raises instead. `all_die_at`: it kills
-all ranks of the job.
+all ranks of the job. `store_dies_at`: it kills the process `store_pid`. LAST_ROUND stands for the last round.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from storage.store_ref import Credentials
 from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import REPOSITORY
 
 WORLD = 4
+LAST_ROUND = "last round"
 
 
 def full_tensors(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
@@ -48,6 +51,26 @@ def full_tensors(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
         "boxes": make(1001, 700),
         "small": make(7),
     }
+
+
+def small_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return the tensors of the case "small", in four files of two parts each."""
+    random = torch.Generator().manual_seed(seed)
+    return {f"rows.{number}": torch.randn(917, 1501, generator=random) for number in range(4)}
+
+
+def small_files(seed: int) -> dict[str, bytes]:
+    """Return the extra files of the case "small", which differ between two seeds."""
+    return {"config.json": b'{"seed": %d}' % seed, "tokenizer.json": b"[" + b"1," * seed + b"1]", "same.txt": b"same"}
+
+
+def small_state(seed: int) -> dict[str, Any]:
+    """Return one rank's state dict of the case "small"."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    line = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return {name: distribute_tensor(tensor, line, [Shard(0)]) for name, tensor in small_tensors(seed).items()}
 
 
 def mixed_state(rank: int, seed: int, scale: int) -> dict[str, Any]:
@@ -141,8 +164,10 @@ class Ended:
         return str(self.document.get("error", ""))
 
 
-def run_jobs(folder: Path, jobs: Sequence[Mapping[str, Any]], *, timeout_s: float = 300) -> list[list[Ended]]:
-    """Run jobs one after the other, each to its end. One process imports torch, and forks the ranks of all of them.
+def run_jobs(
+    folder: Path, jobs: Sequence[Mapping[str, Any]], *, at_once: int = 1, timeout_s: float = 300
+) -> list[list[Ended]]:
+    """Run jobs, so many at a time, each to its end. One process imports torch, and forks the ranks of all of them.
 
     A job: `uri`, and what `run_rank` reads. `only`: arguments by rank, in addition. `folder`: for what ranks print.
     """
@@ -151,7 +176,7 @@ def run_jobs(folder: Path, jobs: Sequence[Mapping[str, Any]], *, timeout_s: floa
     for number, (job, port) in enumerate(zip(jobs, ports, strict=True)):
         (folder / f"{number}.json").write_text(json.dumps({"world": WORLD, "case": "mixed", "port": port, **job}))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.save_job", str(folder), str(len(jobs))],
+        [sys.executable, "-m", "tests.support.save_job", str(folder), str(len(jobs)), str(at_once)],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -184,12 +209,14 @@ def _install_death(job: Mapping[str, Any]) -> None:
     step = save._Save._step
 
     def die(self: Any, name: str) -> None:
+        if name.startswith("round ") and name.split()[1] == name.split()[3]:
+            name = LAST_ROUND
         if name == job.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if name == job.get("all_die_at"):
-            others = [one.pid for one in psutil.Process(os.getppid()).children() if one.pid != os.getpid()]
-            for pid in (*others, os.getpid()):
-                os.kill(pid, signal.SIGKILL)
+            os.killpg(0, signal.SIGKILL)
+        if name == job.get("store_dies_at"):
+            os.kill(job["store_pid"], signal.SIGKILL)
         if name == job.get("raise_at"):
             raise RuntimeError("the disk of this rank is full")
         step(self, name)
@@ -208,6 +235,12 @@ def run_rank(job: Mapping[str, Any], rank: int) -> int:
     state: dict[str, Any]
     if job["case"] == "mixed":
         state = mixed_state(rank, job.get("seed", 0), job.get("scale", 1))
+    elif job["case"] == "small":
+        from actors.saving import save
+        from storage.publishing import saves
+
+        save.ROUNDS_PER_GATHER, saves.MIN_PAUSE_S, saves.PAUSE_PER_WRITE = 1, 0.0, 0.0  # each round is in the journal
+        state, files = small_state(job["seed"]), small_files(job["seed"])
     elif job["case"] == "partial":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Partial
@@ -218,7 +251,7 @@ def run_rank(job: Mapping[str, Any], rank: int) -> int:
     else:
         state, files = llama_state()
     _install_death(job)
-    code = 0
+    code, began_s = 0, time.monotonic()
     try:
         report = cluster.save(
             state,
@@ -226,6 +259,7 @@ def run_rank(job: Mapping[str, Any], rank: int) -> int:
             extra_files=files,
             endpoint_url=job.get("endpoint_url"),
             region="us-east-1" if job.get("endpoint_url") else None,
+            credentials=Credentials(*job["keys"]) if "keys" in job else None,
             max_shard_bytes=job.get("max_shard_bytes", 20_000_000),
             chunk_bytes=1 << 20,
             save_timeout_s=job.get("save_timeout_s", 60.0),
@@ -234,7 +268,8 @@ def run_rank(job: Mapping[str, Any], rank: int) -> int:
         print(json.dumps(report.as_dict()), flush=True)
     except cluster.LongshoreError as error:
         kind = type(error).__name__
-        print(json.dumps({"error": kind, "message": str(error), "rank": error.details.get("rank")}), flush=True)
+        told = {"message": str(error), "rank": error.details.get("rank"), "took_s": time.monotonic() - began_s}
+        print(json.dumps({"error": kind, **told}), flush=True)
         code = 3
     except RuntimeError as error:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
@@ -245,10 +280,15 @@ def run_rank(job: Mapping[str, Any], rank: int) -> int:
     return code
 
 
-def _fork(job: Mapping[str, Any], rank: int, base: Path) -> int:
+def _fork(job: Mapping[str, Any], rank: int, base: Path, group: int) -> int:
+    """Start a rank in the process group of its job; 0: it is the first."""
     child = os.fork()
     if child:
+        with contextlib.suppress(OSError):  # it has done so itself, or is dead
+            os.setpgid(child, group)
         return child
+    with contextlib.suppress(OSError):
+        os.setpgid(0, group)
     code = 70
     try:
         for number, suffix in ((1, "out"), (2, "err")):
@@ -263,7 +303,7 @@ def _fork(job: Mapping[str, Any], rank: int, base: Path) -> int:
         os._exit(code)  # threads of gloo may still wait for a rank that is gone
 
 
-def main(folder: Path, count: int) -> None:
+def main(folder: Path, count: int, at_once: int) -> None:
     """Run the jobs whose files are in the folder."""
     import transformers
 
@@ -271,14 +311,24 @@ def main(folder: Path, count: int) -> None:
 
     assert cluster.save
     assert transformers
-    for number in range(count):
-        job = json.loads((folder / f"{number}.json").read_text())
-        bases = [folder / f"{number}.{rank}" for rank in range(job["world"])]
-        children = [_fork(job, rank, base) for rank, base in enumerate(bases)]
-        for child, base in zip(children, bases, strict=True):
-            _, status = os.waitpid(child, 0)
-            Path(f"{base}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+    waiting = list(range(count))
+    running: dict[int, Path] = {}  # the file for the code of each process
+    jobs: dict[Path, set[int]] = {}  # processes of each running job
+    while waiting or running:
+        while waiting and len(jobs) < at_once:
+            number = waiting.pop(0)
+            file = folder / f"{number}.json"
+            job, first = json.loads(file.read_text()), 0
+            for rank in range(job["world"]):
+                base = folder / f"{number}.{rank}"
+                child = _fork(job, rank, base, first)
+                first = first or child
+                running[child] = Path(f"{base}.code")
+                jobs.setdefault(file, set()).add(child)
+        child, status = os.waitpid(-1, 0)
+        running.pop(child).write_text(str(os.waitstatus_to_exitcode(status)))
+        jobs = {file: left for file, children in jobs.items() if (left := children - {child})}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

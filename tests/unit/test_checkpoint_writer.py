@@ -25,14 +25,14 @@ from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checkpoints.model_index import chunk_bounds
 from storage.checkpoints.replaced_files import BEFORE_KEY, ReplacedFiles, put_back, read_replaced
 from storage.checkpoints.safetensors_header import parse_header
-from storage.errors import IntegrityError
+from storage.errors import IntegrityError, ObjectChanged, StoreUnavailable
 from storage.publishing.publish import publish
 from storage.publishing.save_history import interrupted_saves
-from storage.publishing.saves import list_saves, parse_journal, remove_leftovers
+from storage.publishing.saves import list_saves, parse_journal, put_if, remove_leftovers
 from storage.publishing.verify import verify
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.local import LocalStore
-from storage.stores.object_store import ByteRange, ObjectStore
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
 from storage.stores.open_store import open_store
 from storage.stores.parts import MAX_PARTS, MIN_PART_BYTES
 from storage.stores.requests import RetryPolicy
@@ -280,7 +280,9 @@ def test_small_files_stay_until_the_manifest(store: ObjectStore, step: str) -> N
         commit(store, newer, NEWER, stop_at=step)
         commit(store, newer, {**NEWER, "config.json": b"{}"}, stop_at=step)  # once more, with another file
         assert contents(store) == before
-        interrupted_saves(store, revision_of_file, POLICY, clean=True)
+        left = interrupted_saves(store, revision_of_file, POLICY).leftovers
+        assert "replaced" in {item.kind for item in left} or step == "files"
+        assert interrupted_saves(store, revision_of_file, POLICY, clean=True).leftovers == left
         assert {info.key: stored(store, info.key) for info in store.list()} == listed
         commit(store, newer, NEWER, stop_at=step)
     again = commit(store, newer, NEWER)
@@ -303,6 +305,53 @@ def test_a_save_whose_files_were_removed_is_not_published(store: ObjectStore) ->
     with pytest.raises(SaveConflict):
         commit(store, model, FILES, stop_at="manifest", call=lambda: begin(store, {"other": np.zeros(3, np.uint8)}))
     assert MANIFEST_KEY not in {info.key for info in store.list()}
+
+
+class LosesAnswers(LocalStore):
+    """A store that does what it is asked, and whose answers with these numbers are lost."""
+
+    def __init__(self, root: Path, lost: set[int]) -> None:
+        super().__init__(root)
+        self._lost, self._asked = lost, 0
+
+    def _answer(self, answer: Any) -> Any:
+        self._asked += 1
+        if self._asked in self._lost:
+            raise StoreUnavailable("the answer was lost")
+        return answer
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._answer(super().stat(key))
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> ObjectInfo:
+        return self._answer(super().put_if(key, data, etag))
+
+    def begin_parts(self, key: str) -> str:
+        return self._answer(super().begin_parts(key))
+
+
+@pytest.mark.parametrize(
+    "lost", [{2}, {2, 3}, {2, 3, 5}]
+)  # 1, 4: `stat` before the put; 2: the put; 3, 5: `stat` after
+def test_a_write_whose_answer_was_lost_is_done(tmp_path: Path, lost: set[int]) -> None:
+    store = LosesAnswers(tmp_path, lost)
+    policy = RetryPolicy(attempts=3, base_s=0)
+    store.put("a", b"old")
+    assert put_if(store, "a", b"new", LocalStore(tmp_path).stat("a").etag, policy).size_bytes == 3
+    with pytest.raises(ObjectChanged):
+        put_if(store, "a", b"other", None, policy)
+
+
+def test_uploads_whose_beginning_was_lost_are_ended(tmp_path: Path) -> None:
+    model = {"w": np.arange(10, dtype=np.float32)}
+    store = LosesAnswers(tmp_path, set())
+    layouts = lay_out(specs_of(model), revision="0", max_shard_bytes=8_000_000, chunk_bytes=CHUNK)
+    layouts, begun = begin_save(store, layouts, chunk_bytes=CHUNK, policy=POLICY)
+    store.begin_parts(layouts[0].file)  # nobody has its answer
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(writer, layouts, model)
+    writer.commit()
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()
 
 
 def test_damaged_notes_of_replaced_files_are_ignored(tmp_path: Path) -> None:
