@@ -34,7 +34,7 @@ import numpy as np
 from actors.saving.writer import Begun, CheckpointWriter, begin_save
 from cluster.converting.assembly import Copy, copies_of, coverage_problems
 from cluster.converting.source import Source, SourceTensor
-from cluster.errors import ConvertError, SaveError
+from cluster.errors import ConvertError, SaveError, SaveRefused
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, ShardLayout, TensorSpec, lay_out
 from storage.checkpoints.safetensors_header import DTYPE_BITS, HeaderTensor
 from storage.problems import Problems, quote
@@ -161,8 +161,8 @@ def plan_conversion(
         chunk_bytes: Most bytes of a chunk.
 
     Raises:
-        ConvertError: Parts of tensors are missing, overlap, or are outside their files. All problems are listed.
-        SaveRefused: The tensors cannot be stored.
+        ConvertError: Parts of tensors are missing, overlap, or are outside their files, or the tensors cannot be
+            stored. All problems are listed.
     """
     problems = Problems()
     for tensor in source.tensors:
@@ -171,7 +171,10 @@ def plan_conversion(
     if problems:
         raise ConvertError(f"this {source.format} checkpoint is not whole: {problems}", problems=len(problems))
     specs = [TensorSpec(tensor.name, _target(tensor.dtype, dtype), tensor.shape) for tensor in source.tensors]
-    layouts = lay_out(specs, revision="0", max_shard_bytes=max_shard_bytes, chunk_bytes=chunk_bytes)
+    try:
+        layouts = lay_out(specs, revision="0", max_shard_bytes=max_shard_bytes, chunk_bytes=chunk_bytes)
+    except SaveRefused as error:
+        raise ConvertError(error.message, hint=error.hint, **error.details) from error
     tensors = {tensor.name: tensor for tensor in source.tensors}
     return Conversion(layouts, tensors, {key: info.etag for key, info in listing.items()})
 

@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 
 import cluster
+from actors.saving.conversion import Conversion, Place
+from actors.saving.on_cluster import ConvertWorker
 from cluster.command_line.cli import main
-from storage.errors import LongshoreError
+from cluster.converting.source import SourceTensor, StoredPiece
+from cluster.messages import pack_message
+from cluster.request import StoreOptions
+from storage.errors import LongshoreError, StoreError
 from storage.publishing import saves
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ByteRange, read_bytes
@@ -201,6 +206,63 @@ def test_source_and_destination_are_apart(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "model.pt")
     with pytest.raises(cluster.ConfigError, match="one inside the other"):
         cluster.convert(tmp_path, tmp_path / "out", progress=False)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for dest in (tmp_path, tmp_path / "link"):
+        with pytest.raises(cluster.ConfigError, match="the same folder"):
+            cluster.convert(tmp_path, dest, progress=False)
+    (tmp_path / "link").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_destination_with_another_model_is_left_alone(tmp_path: Path) -> None:
+    source, dest = tmp_path / "model.pt", tmp_path / "out"
+    torch.save(state(), source)
+    dest.mkdir()
+    (dest / "model.safetensors").write_bytes(b"other weights")
+    for dry_run in (True, False):
+        with pytest.raises(cluster.ConfigError, match=r"has a model\.safetensors"):
+            cluster.convert(source, dest, dry_run=dry_run, progress=False)
+    assert [path.name for path in dest.iterdir()] == ["model.safetensors"]
+    cluster.convert(source, tmp_path / "new", progress=False)
+    again = cluster.convert(source, tmp_path / "new", progress=False)
+    check_equal(tensors_in(tmp_path / "new"), state())
+    assert (again.verified, again.reused_bytes) == (True, 0)
+    with pytest.raises(StoreError, match="cannot make the folder"):
+        cluster.convert(source, tmp_path / "new/model.safetensors.index.json/below", progress=False)
+
+
+def test_workers_of_a_cluster_check_that_they_see_both_folders(tmp_path: Path) -> None:
+    """As on a node without the shared file system."""
+    torch.save(state(), tmp_path / "model.pt")
+    conversion = Conversion((), {"w": SourceTensor("w", "F32", (), (StoredPiece("model.pt", 0, (), ()),))}, {})
+    seen, unseen = (Place(StoreOptions().resolve(tmp_path / name, new=True)[0], None) for name in ("", "nowhere"))
+    plan = pack_message((conversion, None))
+    for places, uri in (((unseen, seen), "nowhere"), ((seen, unseen), "nowhere"), ((seen, seen), "")):
+        with pytest.raises(cluster.ConfigError, match=rf"node n7 does not see .*/{uri}"):
+            ConvertWorker().begin(pack_message(places), plan, "n7")
+    with pytest.raises(cluster.ConfigError, match="on_cluster=True"):
+        cluster.convert(tmp_path / "model.pt", tmp_path / "out", address="127.0.0.1:1", progress=False)
+    with pytest.raises(cluster.ClusterLost):
+        cluster.convert(tmp_path / "model.pt", tmp_path / "out", on_cluster=True, address="127.0.0.1:1")
+    assert not (tmp_path / "out").exists()
+
+
+def test_lazy_conjugates_are_refused(tmp_path: Path) -> None:
+    """`torch.save` stores their other numbers, and a note."""
+    numbers = torch.tensor([1 + 2j, 3j], dtype=torch.complex64)
+    for lazy in (numbers.conj(), numbers.conj().imag):
+        torch.save({"a": numbers.clone(), "b": lazy}, tmp_path / "model.pt")
+        with pytest.raises(cluster.ConvertError, match="resolve_conj"):
+            cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+        torch.save({"a": numbers.clone(), "b": lazy.resolve_conj().resolve_neg()}, tmp_path / "model.pt")
+        cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+        check_equal(tensors_in(tmp_path / "out"), torch.load(tmp_path / "model.pt"))
+
+
+def test_names_that_cannot_be_stored_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"": torch.zeros(1), "__metadata__": torch.zeros(1)}, tmp_path / "model.pt")
+    assert main(["convert", str(tmp_path / "model.pt"), str(tmp_path / "out"), "--json"]) == 3
+    assert "'' is no name" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 @pytest.mark.slow
