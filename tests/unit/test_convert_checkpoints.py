@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -166,6 +169,62 @@ def test_dtype_casts_as_torch_casts(tmp_path: Path) -> None:
         assert report.cast == sum(one.dtype not in (dtype, torch.int64, torch.bool) for one in whole.values())
     with pytest.raises(cluster.ConfigError, match="bfloat16, float16 or float32"):
         cluster.convert(tmp_path / "model.pt", tmp_path / "no", dtype="int8", progress=False)
+
+
+def test_impossible_ranks_are_listed(tmp_path: Path) -> None:
+    for name in ("size_2_rank_0", "size_2_rank_00", "size_2_rank_2"):
+        torch.save({"w": torch.zeros(2)}, tmp_path / f"model_world_{name}.pt")
+    with pytest.raises(cluster.ConvertError) as caught:
+        cluster.convert(tmp_path, tmp_path.parent / "out", progress=False)
+    for text in ("rank 1 of 2 is missing", "rank_00.pt' is of a rank that another file has", "rank_2.pt' is of a rank"):
+        assert text in str(caught.value)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    torch.save({"w": torch.zeros(2)}, tmp_path / "model_world_size_0_rank_0.pt")
+    with pytest.raises(cluster.ConvertError, match="a job of 0 ranks"):
+        cluster.convert(tmp_path, tmp_path.parent / "out", progress=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_places_in_metadata_stay_inside_the_checkpoint(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    whole = {"w": torch.randn(10, 10), "b": torch.zeros(3)}
+    dcp.save({"model": whole}, checkpoint_id=tmp_path / "in", no_dist=True)
+    saved = (tmp_path / "in/.metadata").read_bytes()
+    for change in (
+        {"relative_path": "../../../../etc/passwd"},
+        {"relative_path": "/etc/passwd"},
+        {"relative_path": 3},
+        {"offset": -5},
+        {"offset": 1 << 70},
+        {"length": 1 << 70},
+        {"length": 0},
+    ):
+        metadata = pickle.loads(saved)
+        index = next(one for one in metadata.storage_data if one.fqn == "model.w")
+        metadata.storage_data[index] = dataclasses.replace(metadata.storage_data[index], **change)
+        (tmp_path / "in/.metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(cluster.ConvertError):
+            cluster.convert(tmp_path / "in", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "in/.metadata").write_bytes(saved)
+    cluster.convert(tmp_path / "in", tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), whole)
+
+
+def test_full_disk_ends_a_conversion_that_can_continue(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3_000_000)}, tmp_path / "model.pt")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000_000, limits[1]))
+    try:
+        with pytest.raises(StoreError, match="the file system refused"):
+            cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), {"w": torch.ones(3_000_000)})
 
 
 class _Hostile:
