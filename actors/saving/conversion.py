@@ -47,6 +47,10 @@ from storage.stores.requests import RetryPolicy, with_retries
 
 READ_BYTES = 8 << 20  # at most, at once, of a thread
 THREADS = 4  # of a worker process
+MAX_GROWTH = (
+    16  # of the result, in times of the source. A small hostile file can name the same bytes any number of times
+)
+SMALL_RESULT_BYTES = 64 << 20  # a result that may have this size in any case
 # Safetensors' name of a dtype that values can be cast to -> torch's
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _POLL_S = 0.5
@@ -162,7 +166,7 @@ def plan_conversion(
 
     Raises:
         ConvertError: Parts of tensors are missing, overlap, or are outside their files, or the tensors cannot be
-            stored. All problems are listed.
+            stored, or repeat the same bytes without end. All problems are listed.
     """
     problems = Problems()
     for tensor in source.tensors:
@@ -175,8 +179,19 @@ def plan_conversion(
         layouts = lay_out(specs, revision="0", max_shard_bytes=max_shard_bytes, chunk_bytes=chunk_bytes)
     except SaveRefused as error:
         raise ConvertError(error.message, hint=error.hint, **error.details) from error
-    tensors = {tensor.name: tensor for tensor in source.tensors}
-    return Conversion(layouts, tensors, {key: info.etag for key, info in listing.items()})
+    conversion = Conversion(
+        layouts,
+        {tensor.name: tensor for tensor in source.tensors},
+        {key: info.etag for key, info in listing.items()},
+    )
+    stored = sum(listing[file].size_bytes for file in conversion.files)
+    wanted = sum(layout.size_bytes for layout in layouts)
+    if wanted > MAX_GROWTH * stored + SMALL_RESULT_BYTES:
+        raise ConvertError(
+            f"the result would have {wanted} bytes, its source has {stored}; at most {MAX_GROWTH} times is possible",
+            hint="its tensors repeat the same numbers, as torch's expand() does; save contiguous() copies of them",
+        )
+    return conversion
 
 
 def _target(dtype: str, wanted: str | None) -> str:
@@ -462,7 +477,8 @@ def run_in_processes(
     workers: int,
 ) -> None:
     """Make parts in worker processes of this machine. Raises SaveError when one dies, and what one raised."""
-    if workers == 1:
+    workers = min(workers, len(parts))
+    if workers <= 1:
         with contextlib.closing(source.open()) as reads, contextlib.closing(dest.open()) as writes:
             run_here(reads, writes, conversion, begun, parts, finished)
         return

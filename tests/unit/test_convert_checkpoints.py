@@ -318,6 +318,18 @@ def test_lazy_conjugates_are_refused(tmp_path: Path) -> None:
         check_equal(tensors_in(tmp_path / "out"), torch.load(tmp_path / "model.pt"))
 
 
+def test_small_file_cannot_become_a_large_result(tmp_path: Path) -> None:
+    """Its tensors have stride 0. The same number is in the file once."""
+    torch.save({"a": torch.zeros(1).expand(40_000_000)}, tmp_path / "model.pt")
+    for dry_run in (True, False):
+        with pytest.raises(cluster.ConvertError, match="160000"):
+            cluster.convert(tmp_path / "model.pt", tmp_path / "out", dry_run=dry_run, progress=False)
+    assert not (tmp_path / "out").exists()
+    torch.save({"a": torch.zeros(1).expand(1_000_000)}, tmp_path / "model.pt")
+    cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), {"a": torch.zeros(1_000_000)})
+
+
 def test_names_that_cannot_be_stored_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"": torch.zeros(1), "__metadata__": torch.zeros(1)}, tmp_path / "model.pt")
     assert main(["convert", str(tmp_path / "model.pt"), str(tmp_path / "out"), "--json"]) == 3
