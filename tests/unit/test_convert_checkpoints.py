@@ -19,12 +19,7 @@ from typing import Any
 import pytest
 
 import cluster
-from actors.saving.conversion import Conversion, Place
-from actors.saving.on_cluster import ConvertWorker
 from cluster.command_line.cli import main
-from cluster.converting.source import SourceTensor, StoredPiece
-from cluster.messages import pack_message
-from cluster.request import StoreOptions
 from storage.errors import LongshoreError, StoreError
 from storage.publishing import saves
 from storage.stores.embedded_s3 import EmbeddedS3
@@ -288,22 +283,6 @@ def test_destination_with_another_model_is_left_alone(tmp_path: Path) -> None:
     assert (again.verified, again.reused_bytes) == (True, 0)
     with pytest.raises(StoreError, match="cannot make the folder"):
         cluster.convert(source, tmp_path / "new/model.safetensors.index.json/below", progress=False)
-
-
-def test_workers_of_a_cluster_check_that_they_see_both_folders(tmp_path: Path) -> None:
-    """As on a node without the shared file system."""
-    torch.save(state(), tmp_path / "model.pt")
-    conversion = Conversion((), {"w": SourceTensor("w", "F32", (), (StoredPiece("model.pt", 0, (), ()),))}, {})
-    seen, unseen = (Place(StoreOptions().resolve(tmp_path / name, new=True)[0], None) for name in ("", "nowhere"))
-    plan = pack_message((conversion, None))
-    for places, uri in (((unseen, seen), "nowhere"), ((seen, unseen), "nowhere"), ((seen, seen), "")):
-        with pytest.raises(cluster.ConfigError, match=rf"node n7 does not see .*/{uri}"):
-            ConvertWorker().begin(pack_message(places), plan, "n7")
-    with pytest.raises(cluster.ConfigError, match="on_cluster=True"):
-        cluster.convert(tmp_path / "model.pt", tmp_path / "out", address="127.0.0.1:1", progress=False)
-    with pytest.raises(cluster.ClusterLost):
-        cluster.convert(tmp_path / "model.pt", tmp_path / "out", on_cluster=True, address="127.0.0.1:1")
-    assert not (tmp_path / "out").exists()
 
 
 def test_lazy_conjugates_are_refused(tmp_path: Path) -> None:
