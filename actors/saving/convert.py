@@ -27,6 +27,7 @@ from storage.errors import IntegrityError, ObjectNotFound
 from storage.publishing.saves import writes_parts
 from storage.publishing.verify import verify as verify_store
 from storage.store_ref import Credentials, StoreRef
+from storage.stores.requests import RetryPolicy, with_retries
 
 MAX_WORKERS = 256
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -172,7 +173,7 @@ def _check_target(target: Place, source: StoreRef) -> None:
     with contextlib.closing(target.open()) as store:
         writes_parts(store)
         with contextlib.suppress(ObjectNotFound):
-            store.stat(_ONE_FILE)
+            with_retries(lambda: store.stat(_ONE_FILE), RetryPolicy())
             raise ConfigError(
                 f"the destination has a {_ONE_FILE}, which transformers would load in the place of the result",
                 hint="name a new folder",

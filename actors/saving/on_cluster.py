@@ -13,6 +13,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from actors.saving.conversion import THREADS, Conversion, PartDone, PartMaker, PartPlace, Place
@@ -27,6 +28,7 @@ from cluster.messages import pack_message, unpack_message
 from storage.checkpoints.checkpoint_files import SAVE_JOURNAL_KEY
 from storage.errors import LongshoreError, ObjectNotFound
 from storage.stores.object_store import ObjectStore
+from storage.stores.requests import RetryPolicy, with_retries
 
 LOOK_S = 1.0  # between checks of the head, while no part is finished
 MAX_LOSSES = 3  # of the workers that had the same part, or of those that did not start, one after another
@@ -68,7 +70,7 @@ class ConvertWorker:
 def _check_seen(store: ObjectStore, keys: Sequence[str], node: str) -> None:
     for key in keys:
         try:
-            store.stat(key)
+            with_retries(partial(store.stat, key), RetryPolicy())
         except ObjectNotFound as error:
             raise ConfigError(
                 f"node {node} does not see {store.uri}, so it cannot convert",
@@ -77,7 +79,7 @@ def _check_seen(store: ObjectStore, keys: Sequence[str], node: str) -> None:
             ) from error
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     """An actor as the process that converts sees it."""
 
