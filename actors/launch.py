@@ -103,7 +103,7 @@ def _answer(reference: Any, patience: Patience) -> Any:
     except (RayTaskError, RayActorError, RaySystemError) as error:
         if isinstance(cause := getattr(error, "cause", None), LongshoreError):
             raise cause from None
-        raise _diagnosed(error, "the coordinator could not start") from error
+        raise diagnosed(error, "the coordinator could not start") from error
     except RayError as error:
         raise ClusterLost("the coordinator did not answer", cause=str(error)[:500]) from error
 
@@ -207,7 +207,7 @@ def _look_for_packages() -> Callable[[], dict[str, Any] | None]:
     return look
 
 
-def _diagnosed(error: Exception, what: str) -> Exception:
+def diagnosed(error: Exception, what: str) -> Exception:
     """Return why an actor of ours could not start. A plain task on the cluster reports what its Python finds."""
     try:
         found = ray.get(ray.remote(_look_for_packages()).options(num_cpus=0).remote(), timeout=START_S)

@@ -308,8 +308,28 @@ def open_destination(
 ) -> ObjectStore:
     """Return an open store for the folder that `source` is copied to. A local folder is made.
 
+    Raises StoreError when that cannot be made, and as `check_destination` does.
+    """
+    ref = check_destination(uri, source, options, credentials, rules)
+    if ref.scheme == "file":
+        try:
+            os.makedirs(ref.prefix, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot make the folder: {error.strerror}", path=ref.prefix) from error
+    return open_store(ref, credentials, read_timeout_s=read_timeout_s)
+
+
+def check_destination(
+    uri: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    options: StoreOptions,
+    credentials: Credentials | None,
+    rules: SourceRules | None = None,
+) -> StoreRef:
+    """Return the folder that `source` is copied to. Nothing is made there.
+
     Raises ConfigError for a file, and for a folder inside the source or around it, as the copy would become part of its
-    source. Raises SourceRefused, and StoreError when a local folder cannot be made.
+    source. Raises SourceRefused.
     """
     ref, only_key = options.resolve(uri, new=True)
     if only_key is not None:
@@ -323,12 +343,7 @@ def open_destination(
             source=origin.uri,
             dest=ref.uri,
         )
-    if ref.scheme == "file":
-        try:
-            os.makedirs(ref.prefix, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"cannot make the folder: {error.strerror}", path=ref.prefix) from error
-    return open_store(ref, credentials, read_timeout_s=read_timeout_s)
+    return ref
 
 
 def is_nested(outer: StoreRef, inner: StoreRef) -> bool:

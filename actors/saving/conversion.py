@@ -34,7 +34,7 @@ import numpy as np
 from actors.saving.writer import Begun, CheckpointWriter, begin_save
 from cluster.converting.assembly import Copy, copies_of, coverage_problems
 from cluster.converting.source import Source, SourceTensor
-from cluster.errors import ConvertError, SaveError
+from cluster.errors import ConvertError, SaveError, SaveRefused
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, ShardLayout, TensorSpec, lay_out
 from storage.checkpoints.safetensors_header import DTYPE_BITS, HeaderTensor
 from storage.problems import Problems, quote
@@ -47,6 +47,10 @@ from storage.stores.requests import RetryPolicy, with_retries
 
 READ_BYTES = 8 << 20  # at most, at once, of a thread
 THREADS = 4  # of a worker process
+MAX_GROWTH = (
+    16  # of the result, in times of the source. A small hostile file can name the same bytes any number of times
+)
+SMALL_RESULT_BYTES = 64 << 20  # a result that may have this size in any case
 # Safetensors' name of a dtype that values can be cast to -> torch's
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _POLL_S = 0.5
@@ -161,8 +165,8 @@ def plan_conversion(
         chunk_bytes: Most bytes of a chunk.
 
     Raises:
-        ConvertError: Parts of tensors are missing, overlap, or are outside their files. All problems are listed.
-        SaveRefused: The tensors cannot be stored.
+        ConvertError: Parts of tensors are missing, overlap, or are outside their files, or the tensors cannot be
+            stored, or repeat the same bytes without end. All problems are listed.
     """
     problems = Problems()
     for tensor in source.tensors:
@@ -171,9 +175,23 @@ def plan_conversion(
     if problems:
         raise ConvertError(f"this {source.format} checkpoint is not whole: {problems}", problems=len(problems))
     specs = [TensorSpec(tensor.name, _target(tensor.dtype, dtype), tensor.shape) for tensor in source.tensors]
-    layouts = lay_out(specs, revision="0", max_shard_bytes=max_shard_bytes, chunk_bytes=chunk_bytes)
-    tensors = {tensor.name: tensor for tensor in source.tensors}
-    return Conversion(layouts, tensors, {key: info.etag for key, info in listing.items()})
+    try:
+        layouts = lay_out(specs, revision="0", max_shard_bytes=max_shard_bytes, chunk_bytes=chunk_bytes)
+    except SaveRefused as error:
+        raise ConvertError(error.message, hint=error.hint, **error.details) from error
+    conversion = Conversion(
+        layouts,
+        {tensor.name: tensor for tensor in source.tensors},
+        {key: info.etag for key, info in listing.items()},
+    )
+    stored = sum(listing[file].size_bytes for file in conversion.files)
+    wanted = sum(layout.size_bytes for layout in layouts)
+    if wanted > MAX_GROWTH * stored + SMALL_RESULT_BYTES:
+        raise ConvertError(
+            f"the result would have {wanted} bytes, its source has {stored}; at most {MAX_GROWTH} times is possible",
+            hint="its tensors repeat the same numbers, as torch's expand() does; save contiguous() copies of them",
+        )
+    return conversion
 
 
 def _target(dtype: str, wanted: str | None) -> str:
@@ -459,7 +477,8 @@ def run_in_processes(
     workers: int,
 ) -> None:
     """Make parts in worker processes of this machine. Raises SaveError when one dies, and what one raised."""
-    if workers == 1:
+    workers = min(workers, len(parts))
+    if workers <= 1:
         with contextlib.closing(source.open()) as reads, contextlib.closing(dest.open()) as writes:
             run_here(reads, writes, conversion, begun, parts, finished)
         return

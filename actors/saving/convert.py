@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from actors.saving.conversion import FLOATS, ConvertReport, Place, plan_conversion, report_of, run_conversion
+from actors.saving.on_cluster import ClusterParts
 from actors.saving.writer import check_extra_files
 from cluster.argument_types import Dtype, checks_arguments
 from cluster.command_line.progress import byte_counter, shown_progress
@@ -19,15 +20,18 @@ from cluster.config import Config
 from cluster.converting.formats import find_source
 from cluster.errors import ConfigError, ConvertError
 from cluster.model import in_thread
-from cluster.request import StoreOptions, open_destination
+from cluster.request import StoreOptions, check_destination, open_destination
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, MIN_SHARD_BYTES
 from storage.checksum import MANIFEST_HASH_NAMES
-from storage.errors import IntegrityError
+from storage.errors import IntegrityError, ObjectNotFound
+from storage.publishing.saves import writes_parts
 from storage.publishing.verify import verify as verify_store
-from storage.store_ref import Credentials
+from storage.store_ref import Credentials, StoreRef
+from storage.stores.requests import RetryPolicy, with_retries
 
 MAX_WORKERS = 256
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_ONE_FILE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -37,7 +41,9 @@ def convert(
     dest: str | os.PathLike[str],
     *,
     dtype: Dtype | None = None,
-    workers: int = 1,
+    workers: int | None = None,
+    on_cluster: bool = False,
+    address: str | None = None,
     dry_run: bool = False,
     verify: bool = True,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -59,11 +65,16 @@ def convert(
     Args:
         uri_or_path: Folder of the checkpoint, or one file: FSDP and verl ranks, torch DCP, DeepSpeed, Megatron-Core,
             `.bin` and `.pt` state dicts, safetensors. Config and tokenizer files of a folder are copied.
-        dest: Folder for the result. It may not be inside the source or around it.
+        dest: Folder for the result. It may not be the source, inside it or around it.
         dtype: Dtype that floating-point tensors of 16 to 64 bits get: "bfloat16", "float16", "float32" or torch's own.
             None: all keep theirs.
-        workers: Number of processes that read and write. With 1 this process does it. With more, a script needs
-            `if __name__ == "__main__":` around the call, as for `multiprocessing`.
+        workers: Number of processes that read and write. None: 1, or one for each node of the cluster. With 1 this
+            process does it. With more on this machine, a script needs `if __name__ == "__main__":` around the call, as
+            for `multiprocessing`.
+        on_cluster: The workers are actors on the nodes of a running Ray cluster. Source and result must be in an
+            object store or in folders that all nodes share. The parts of a node that is lost are made by another.
+        address: HOST:PORT of the cluster's head, for `on_cluster`. None: RAY_ADDRESS, else a cluster that runs on
+            this machine.
         dry_run: Check all and report the plan, but write nothing.
         verify: Read the result back and compare its digests.
         max_shard_bytes: Most bytes of tensors in a file.
@@ -82,11 +93,14 @@ def convert(
         What was read and written.
 
     Raises:
-        ConfigError: An argument is wrong.
-        ConvertError: The source is not whole, or of no known format. It lists every problem; nothing was written.
+        ConfigError: An argument is wrong. `dest` is the source, or has a model.safetensors.
+        ConvertError: The source is not whole, or of no known format, or its optimizer has weights that are NaN. It
+            lists every problem; nothing was published.
         UnsafePickle: A file names code that no checkpoint needs. Nothing of it was run.
         SaveConflict: Another save or publish wrote to `dest` meanwhile.
-        SaveError: A worker process died.
+        SaveError: A worker process died, or the same part was lost with several nodes.
+        ClusterLost: There is no Ray cluster, or its head does not answer.
+        PackageMissing, VersionMismatch: A node of the cluster cannot run the conversion.
         IntegrityError: The result reads otherwise than it was written.
         StoreError: A store cannot be read or written.
 
@@ -98,15 +112,20 @@ def convert(
     """
     if hash_name not in MANIFEST_HASH_NAMES:
         raise ConfigError(f"hash_name can be {' or '.join(MANIFEST_HASH_NAMES)}, not {hash_name!r}")
-    if not 1 <= workers <= MAX_WORKERS:
+    if workers is not None and not 1 <= workers <= MAX_WORKERS:
         raise ConfigError(f"workers can be 1 to {MAX_WORKERS}, not {workers}")
     if max_shard_bytes < MIN_SHARD_BYTES:
         raise ConfigError(f"max_shard_bytes is at least {MIN_SHARD_BYTES}, not {max_shard_bytes}")
+    if address is not None and not on_cluster:
+        raise ConfigError("address names a Ray cluster, which on_cluster=True uses", address=address)
     config = (config or Config.from_env()).changed(chunk_bytes=chunk_bytes)
     options, rules = StoreOptions(endpoint_url, region, profile, anonymous), config.source_rules()
     folder, only_key = _split(uri_or_path)
     ref, safetensors_key = options.resolve(folder)
     rules.check(ref, credentials)
+    origin = folder if only_key is None else uri_or_path
+    target = Place(check_destination(dest, origin, options, credentials, rules), credentials, config.read_timeout_s)
+    _check_target(target, ref)
     source = Place(ref, credentials, config.read_timeout_s)
     wanted = None if dtype is None else _stored_name(dtype)
     with contextlib.closing(source.open()) as store:
@@ -117,13 +136,10 @@ def convert(
     plan = plan_conversion(
         found, listing, dtype=wanted, max_shard_bytes=max_shard_bytes, chunk_bytes=config.chunk_bytes
     )
-    target_ref, _ = options.resolve(dest, new=True)
-    target = Place(target_ref, credentials, config.read_timeout_s)
     if dry_run:
-        return report_of(source, target, found, plan, workers=workers)
-    store = open_destination(
-        dest, folder if only_key is None else uri_or_path, options, credentials, config.read_timeout_s, rules
-    )
+        return report_of(source, target, found, plan, workers=workers or 1)
+    parts = ClusterParts(address, workers, config) if on_cluster else None
+    store = open_destination(dest, origin, options, credentials, config.read_timeout_s, rules)
     with contextlib.closing(store), contextlib.ExitStack() as stack:
         show = stack.enter_context(shown_progress(progress, lambda display: byte_counter(display, "convert")))
         report = run_conversion(
@@ -133,7 +149,8 @@ def convert(
             plan,
             hash_name=hash_name,
             chunk_bytes=config.chunk_bytes,
-            workers=workers,
+            workers=parts.workers if parts else workers or 1,
+            run_parts=parts,
             progress=show,
         )
         if verify:
@@ -146,6 +163,22 @@ def convert(
                 )
             report = replace(report, verified=True)
     return report
+
+
+def _check_target(target: Place, source: StoreRef) -> None:
+    """Raise ConfigError for a folder where the result would be mixed with other weights. Nothing is written there."""
+    real = [replace(ref, prefix=os.path.realpath(ref.prefix)) for ref in (target.ref, source) if ref.scheme == "file"]
+    if target.ref == source or (len(real) == 2 and real[0] == real[1]):
+        raise ConfigError("source and destination are the same folder", hint="name another folder", dest=target.ref.uri)
+    with contextlib.closing(target.open()) as store:
+        writes_parts(store)
+        with contextlib.suppress(ObjectNotFound):
+            with_retries(lambda: store.stat(_ONE_FILE), RetryPolicy())
+            raise ConfigError(
+                f"the destination has a {_ONE_FILE}, which transformers would load in the place of the result",
+                hint="name a new folder",
+                dest=target.ref.uri,
+            )
 
 
 def _stored_name(dtype: Dtype) -> str:

@@ -108,6 +108,8 @@ def run_convert(args: argparse.Namespace) -> int:
             args.dest,
             dtype=args.dtype,
             workers=args.workers,
+            on_cluster=args.on_cluster,
+            address=args.address,
             dry_run=args.dry_run,
             verify=args.verify,
             max_shard_bytes=args.shard_size,
@@ -246,7 +248,19 @@ def _add_convert(verb: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float16", "float32", "bf16", "fp16", "fp32"),
         help="cast floating-point tensors (default: all keep their dtype)",
     )
-    verb.add_argument("--workers", type=count, default=1, metavar="N", help="processes that do it (default: 1)")
+    verb.add_argument(
+        "--workers",
+        type=count,
+        default=None,
+        metavar="N",
+        help="processes that do it (default: 1, or one for each node)",
+    )
+    verb.add_argument(
+        "--on-cluster",
+        action="store_true",
+        help="the workers are on the nodes of a Ray cluster, which see both folders",
+    )
+    add_address(verb)
     verb.add_argument("--dry-run", action="store_true", help="check everything and show the plan; write nothing")
     verb.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=True, help="read the result back (default: yes)"

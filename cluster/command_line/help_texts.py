@@ -87,13 +87,14 @@ PAGES = {
             "recognised by its files: FSDP and verl ranks, torch DCP, DeepSpeed ZeRO, Megatron-Core, .bin and .pt "
             "state dicts, safetensors. No code in them is run. Memory does not grow with the model.",
             "What is wrong with the source is listed before a byte is written. A conversion that was interrupted goes "
-            "on when the command is repeated. It needs no cluster.",
+            "on when the command is repeated. It needs no cluster; with --on-cluster the nodes of one do the work.",
         ),
         (
             "longshore convert /runs/7/checkpoint /models/run-7 --dry-run",
             "longshore convert s3://runs/7/global_step_80 s3://models/run-7 --dtype bfloat16 --workers 4",
+            "ray job submit -- longshore convert s3://runs/7/global_step_80 s3://models/run-7 --on-cluster",
         ),
-        (3, 5, 6),
+        (3, 5, 6, 7),
         "the checkpoint: a local folder, a file or a URI",
         {3: "not whole, of no known format, or with a pickle that names code; nothing was written"},
     ),
@@ -104,13 +105,13 @@ PAGES = {
             "recognised by its files: FSDP and verl ranks, torch DCP, DeepSpeed ZeRO, Megatron-Core, .bin and .pt "
             "state dicts, safetensors. No code in them is run. Memory does not grow with the model.",
             "What is wrong with the source is listed before a byte is written. A conversion that was interrupted goes "
-            "on when the command is repeated. It needs no cluster. It is another name of `longshore convert`.",
+            "on when the command is repeated. It is another name of `longshore convert`.",
         ),
         (
             "longshore merge /runs/7/checkpoint /models/run-7 --dry-run",
             "longshore merge s3://runs/7/global_step_80 s3://models/run-7 --dtype bfloat16 --workers 4",
         ),
-        (3, 5, 6),
+        (3, 5, 6, 7),
         "the checkpoint: a local folder, a file or a URI",
         {3: "not whole, of no known format, or with a pickle that names code; nothing was written"},
     ),

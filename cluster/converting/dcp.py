@@ -1,29 +1,205 @@
-"""Checkpoints that training scripts wrote with torch's distributed checkpoints (DCP): FSDP, Accelerate, torchtitan.
+"""Checkpoints that torch's distributed checkpoints (DCP) wrote: FSDP, Accelerate, torchtitan, Megatron-Core.
+
+`.metadata` is a pickle that names every tensor with its chunks, and where each chunk is: a range of a `.distcp` file.
+The range is a file of torch.save with one tensor. Objects other than tensors are left out.
 
 Names in the files are those of a nested dict of training, which `.metadata` has, too. Without the keys around the model
 (`model` in most scripts, and in Accelerate) they are the model's own. What is not part of the model is never read.
-`dcp_files` reads the files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
-from cluster.converting.dcp_files import METADATA_KEY, read_metadata, read_tensors
 from cluster.converting.rank_files import clean_name, refused
-from cluster.converting.source import Source, SourceTensor, other_files
-from cluster.converting.torch_files import Opaque
+from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
+from cluster.converting.torch_files import DTYPES, Global, Opaque, StoredTensor, load_pickle, read_torch_file
 from cluster.errors import BrokenCheckpointFile, ConvertError
+from storage.checkpoints.safetensors_header import MAX_DIMENSIONS, MAX_ELEMENTS
 from storage.problems import Problems, quote
-from storage.stores.object_store import ObjectInfo, ObjectStore
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
+
+METADATA_KEY = ".metadata"
+MAX_METADATA_BYTES = 256 << 20
+_READERS = 16  # chunks whose headers are read at once
+
+_METADATA = "torch.distributed.checkpoint.metadata."
+_PLANNER = "torch.distributed.checkpoint.planner."
+ALLOWED = (
+    *(_METADATA + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex")),
+    *(_METADATA + name for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(_PLANNER + name for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    tensor: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    within: ByteRange
+
+
+def read_metadata(
+    store: ObjectStore, listing: Mapping[str, ObjectInfo], folder: str, *, allowed: Collection[str] = ()
+) -> Any:
+    """Return the objects in `.metadata` of a folder, as stubs.
+
+    Args:
+        store: The store of the checkpoint.
+        listing: All objects below its root, by key.
+        folder: The folder with `.metadata`, "" or with a slash at its end.
+        allowed: Names of globals that it may have besides those of torch.
+
+    Raises:
+        UnsafePickle: It names code that no checkpoint needs.
+        BrokenCheckpointFile: It is not what torch writes.
+    """
+    key = folder + METADATA_KEY
+    size_bytes = listing[key].size_bytes
+    if size_bytes > MAX_METADATA_BYTES:
+        raise BrokenCheckpointFile(f"{quote(key)} has {size_bytes} bytes; at most {MAX_METADATA_BYTES} are read")
+    return load_pickle(
+        read_bytes(store, key, ByteRange(0, size_bytes), etag=listing[key].etag), file=key, allowed=(*ALLOWED, *allowed)
+    )
+
+
+def read_tensors(
+    store: ObjectStore,
+    listing: Mapping[str, ObjectInfo],
+    folder: str,
+    problems: Problems,
+    *,
+    wanted: Callable[[str], bool] = lambda name: True,
+    allowed: Collection[str] = (),
+    metadata: Any = None,
+) -> list[SourceTensor]:
+    """Return the tensors of a distributed checkpoint.
+
+    Args:
+        store: The store of the checkpoint.
+        listing: All objects below its root, by key.
+        folder: The folder with `.metadata`, "" or with a slash at its end.
+        problems: Gets a sentence for each chunk that is missing, and each that is not what the metadata says.
+        wanted: Returns whether a tensor of this name is needed. The others are not looked at.
+        allowed: Names of globals that `.metadata` may have besides those of torch.
+        metadata: What `read_metadata` returned. None: it is read here.
+
+    Returns:
+        The tensors, in the order of the metadata. Offsets of their pieces are in the `.distcp` files.
+
+    Raises:
+        UnsafePickle: `.metadata` or a chunk names code that no checkpoint needs.
+        BrokenCheckpointFile: `.metadata` is not what torch writes.
+        StoreError: The store did not answer.
+    """
+    key = folder + METADATA_KEY
+    if metadata is None:
+        metadata = read_metadata(store, listing, folder, allowed=allowed)
+    try:
+        named, chunks = _parse(metadata, folder, listing, wanted, problems)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as exc:
+        raise BrokenCheckpointFile(f"{quote(key)} is not the metadata of a distributed checkpoint: {exc}") from exc
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in named}
+
+    def look(chunk: _Chunk) -> Any:
+        return read_torch_file(store, chunk.file, within=chunk.within)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        for chunk, found in zip(chunks, pool.map(look, chunks), strict=True):
+            dtype, _ = named[chunk.tensor]
+            if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (dtype, chunk.shape):
+                have = f"{found.dtype} {found.shape}" if isinstance(found, StoredTensor) else type(found).__name__
+                problems.add(f"{quote(chunk.tensor)} at {chunk.start} is {have}, but should be {dtype} {chunk.shape}")
+                continue
+            piece = StoredPiece(chunk.file, found.offset_bytes, chunk.start, chunk.shape, found.strides)
+            pieces[chunk.tensor].append(piece)
+    return [SourceTensor(name, dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in named.items()]
+
+
+def _parse(
+    metadata: Any, folder: str, listing: Mapping[str, ObjectInfo], wanted: Callable[[str], bool], problems: Problems
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[_Chunk]]:
+    """Return (dtype, shape) of each tensor, and the places of all chunks. Raises ValueError and its like."""
+    named: dict[str, tuple[str, tuple[int, ...]]] = {}
+    expected: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for name, entry in metadata.state["state_dict_metadata"].items():
+        if not (isinstance(entry, Opaque) and entry.name.endswith(".TensorStorageMetadata")) or not wanted(name):
+            continue
+        named[name] = (_dtype(entry.state["properties"]), _box(entry.state["size"]))
+        for chunk in entry.state["chunks"]:
+            expected[name, _box(chunk.state["offsets"])] = _box(chunk.state["sizes"])
+    chunks = []
+    for index, info in metadata.state["storage_data"].items():
+        name, offset = index.state["fqn"], index.state.get("offset")  # an object has none
+        if name not in named:
+            continue
+        if info.state.get("transform_descriptors"):
+            problems.add(f"{quote(name)} is stored compressed or encrypted, so its numbers have no place in a file")
+            expected.pop((name, _box(offset) if offset is not None else (0,) * len(named[name][1])), None)
+            continue
+        start = _box(offset) if offset is not None else (0,) * len(named[name][1])
+        shape = expected.pop((name, start), None)
+        file, first, length = folder + info.state["relative_path"], info.state["offset"], info.state["length"]
+        there = listing.get(file)
+        inside = type(first) is int and type(length) is int and first >= 0 and length >= 0
+        if shape is None:
+            problems.add(f"{quote(name)} has a chunk at {start} that its list of chunks lacks, or two")
+        elif there is None:
+            problems.add(f"{quote(file)} is missing; it has a part of {quote(name)}")
+        elif not inside or first + length > there.size_bytes:
+            problems.add(f"{quote(file)} has {there.size_bytes} bytes, and the part of {quote(name)} ends beyond them")
+        else:
+            _check_box(name, start, shape, named[name][1])
+            chunks.append(_Chunk(name, start, shape, file, ByteRange(first, first + length)))
+    for (name, start), shape in expected.items():
+        problems.add(f"{quote(name)} has no place for its chunk of {shape} at {start}")
+    return named, chunks
+
+
+def _dtype(properties: Opaque) -> str:
+    """Return the dtype of a tensor's properties, which pickle as a tuple or by name."""
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    if not isinstance(dtype, Global):
+        raise ValueError("a dtype is missing")
+    return DTYPES[dtype.name.removeprefix("torch.")]
+
+
+def _box(counts: Any) -> tuple[int, ...]:
+    if not isinstance(counts, tuple | list) or not all(type(one) is int and one >= 0 for one in counts):
+        raise ValueError("a shape is missing")
+    if len(counts) > MAX_DIMENSIONS or prod(counts) > MAX_ELEMENTS:
+        raise ValueError("a shape is too large")
+    return tuple(counts)
+
+
+def _check_box(name: str, start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    """Raise ValueError unless a box is inside a tensor."""
+    inside = len(start) == len(shape) == len(whole)
+    if not inside or any(one + size > end for one, size, end in zip(start, shape, whole, strict=True)):
+        raise ValueError(f"{quote(name)} of shape {whole} has a chunk of {shape} at {start}")
+
+
+# The model in it
 
 DCP = "torch DCP"
 _MAX_PATH = 64  # keys around a tensor
 # Where the checkpoint was written. Nobody needs it.
-_ALLOWED = ("pathlib.PosixPath", "pathlib._local.PosixPath", "torch.distributed.checkpoint.filesystem._StoragePrefix")
+_PATHS_ALLOWED = (
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "torch.distributed.checkpoint.filesystem._StoragePrefix",
+)
 _AROUND = ("app", "state")  # keys that scripts put around model and optimizer
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 _OTHERS = ("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state", "optimizers", "ema")
@@ -58,7 +234,7 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
         StoreError: The store did not answer.
     """
     folder = _choose(store, listing)
-    metadata = read_metadata(store, listing, folder, allowed=_ALLOWED)
+    metadata = read_metadata(store, listing, folder, allowed=_PATHS_ALLOWED)
     names = model_names(_paths(metadata, folder + METADATA_KEY))
     if not names:
         raise ConvertError(f"{store.uri} has no tensors of a model", hint="name the folder with the model's weights")

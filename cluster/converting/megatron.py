@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from cluster.converting.dcp_files import METADATA_KEY, read_tensors
+from cluster.converting.dcp import METADATA_KEY, read_tensors
 from cluster.converting.megatron_names import FAMILIES, Shape, is_weight, to_hugging_face
 from cluster.converting.source import Source, other_files
 from cluster.converting.torch_files import Opaque, read_torch_file

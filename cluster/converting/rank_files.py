@@ -91,17 +91,21 @@ class RankFiles:
     folder: str  # "" or with a slash at its end
     world_size: int | None  # None: the names do not say it
     keys: Mapping[int, str]  # rank -> key
+    again: tuple[str, ...] = ()  # keys of ranks that have another one, such as rank_00 beside rank_0
 
 
 def rank_files(keys: Iterable[str]) -> list[RankFiles]:
     """Return the sets of files for each rank that a listing has. Those of optimizers are left out."""
     found: dict[tuple[str, int | None], dict[int, str]] = {}
+    again: dict[tuple[str, int | None], list[str]] = {}
     for key in keys:
         match = _RANK_FILE.fullmatch(key)
         if match and not _NO_MODEL.match(key):
-            found.setdefault((match[1], int(match[2]) if match[2] else None), {})[int(match[3])] = key
+            job = match[1], int(match[2]) if match[2] else None
+            if found.setdefault(job, {}).setdefault(int(match[3]), key) != key:
+                again.setdefault(job, []).append(key)
     return [
-        RankFiles(stem.rpartition("/")[0] + "/" if "/" in stem else "", size, ranks)
+        RankFiles(stem.rpartition("/")[0] + "/" if "/" in stem else "", size, ranks, tuple(again.get((stem, size), ())))
         for (stem, size), ranks in sorted(found.items(), key=lambda one: (one[0][0], one[0][1] or 0))
     ]
 
@@ -134,8 +138,8 @@ def read_ranks(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
             hint="name the folder of one of them, and remove files of another world size from it",
         )
     files = sets[0]
-    size = files.world_size or max(files.keys) + 1
-    problems = Problems()
+    size = max(files.keys) + 1 if files.world_size is None else files.world_size
+    problems = Problems(f"{quote(key)} is of a rank that another file has, too" for key in files.again)
     for rank in range(min(size, _MAX_MESH)):
         if rank not in files.keys:
             problems.add(f"the file of rank {rank} of {size} is missing")

@@ -13,7 +13,7 @@ find objects otherwise (INST, OBJ, extensions, buffers) are unknown. Memory is b
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
@@ -442,10 +442,11 @@ def _size(machine: _Machine, counts: object = ()) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _tensor(machine: _Machine, storage: object, offset: object, shape: object, strides: object, *_: object) -> Any:
+def _tensor(machine: _Machine, storage: object, offset: object, shape: object, strides: object, *rest: object) -> Any:
     """Return the place of a tensor: `torch._utils._rebuild_tensor_v2`."""
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor without a storage")
+    _refuse_lazy(rest[2:])
     return _placed(storage, storage.dtype, offset, shape, strides)
 
 
@@ -455,7 +456,15 @@ def _tensor_of_dtype(
     """Return the place of a tensor with untyped storage: `torch._utils._rebuild_tensor_v3`."""
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor without a storage")
+    _refuse_lazy(rest[3:])
     return _placed(storage, DTYPES[rest[2].name.removeprefix("torch.")], offset, shape, strides)
+
+
+def _refuse_lazy(metadata: Sequence[object]) -> None:
+    """Raise ValueError if a tensor's metadata, which may be missing, says that its numbers are stored otherwise."""
+    for one in metadata:
+        if isinstance(one, dict) and (one.get("conj") or one.get("neg")):
+            raise ValueError("a lazy conjugate or negative, of which another tensor is stored; use resolve_conj()")
 
 
 def _placed(storage: _Storage, dtype: str, offset: Any, shape: Any, strides: Any) -> StoredTensor:

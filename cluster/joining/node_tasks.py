@@ -62,7 +62,7 @@ def on_every_node(
     with a TimeoutError, and its task is cancelled.
     """
     task = ray.remote(num_cpus=0, max_retries=0)(work)
-    begun = {task.options(scheduling_strategy=_only_on(node)).remote(*arguments): node for node, arguments in asked}
+    begun = {task.options(scheduling_strategy=only_on(node)).remote(*arguments): node for node, arguments in asked}
     yield from _answers(ray, begun, timeout_s)
 
 
@@ -76,7 +76,7 @@ class NodeActors:
         """`actor_class`: made without arguments on each node."""
         self._ray = ray
         actor = ray.remote(num_cpus=0)(actor_class)
-        self._actors = {node["NodeID"]: actor.options(scheduling_strategy=_only_on(node)).remote() for node in nodes}
+        self._actors = {node["NodeID"]: actor.options(scheduling_strategy=only_on(node)).remote() for node in nodes}
 
     def call(
         self, method: str, asked: Iterable[tuple[Node, tuple[Any, ...]]], timeout_s: float
@@ -94,7 +94,8 @@ class NodeActors:
                 self._ray.kill(actor)
 
 
-def _only_on(node: Node) -> Any:
+def only_on(node: Node) -> Any:
+    """Return the scheduling strategy of what runs on this node or nowhere."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     return strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 

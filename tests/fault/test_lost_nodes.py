@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import cluster
+from cluster.joining.ray_private import actor_table
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.open_store import open_store
 from tests.support.gated_proxy import GatedProxy
 from tests.support.half_load import HalfLoad
 from tests.support.losable_nodes import LosableNodes, losable_nodes
 from tests.support.ray_clusters import eventually
+from tests.support.s3_servers import make_bucket, server_ref
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -108,3 +117,56 @@ def test_a_model_degrades_and_is_ready_again(losable: LosableNodes, half: HalfLo
         losable.add_node()
         eventually(lambda: [m.progress.state for m in losable.models()] == ["ready"], "it is not ready again")
         assert half.is_exact(model, 1)
+
+
+CONVERT = """
+import sys, cluster
+from storage.store_ref import Credentials
+source, dest, url, key, secret = sys.argv[1:]
+keys = Credentials(access_key_id=key, secret_access_key=secret)
+server = {"endpoint_url": url, "region": "us-east-1", "credentials": keys}
+cluster.convert(source, dest, on_cluster=True, chunk_bytes=1 << 20, **server)
+"""
+
+
+def converting_nodes() -> list[str]:
+    """The node of each living worker of a conversion."""
+    actors = [one for one in actor_table().values() if one["ActorClassName"].endswith("ConvertWorker")]
+    return [str(one["Address"]["NodeID"]) for one in actors if one["State"] == "ALIVE"]
+
+
+def test_a_conversion_goes_on_without_a_lost_node(losable: LosableNodes, rclone: EmbeddedS3, tmp_path: Path) -> None:
+    """First its driver is killed, which ends the workers; the next one continues, and loses a node."""
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    losable.want(2)
+    weights = {name: np.random.default_rng(2).random((2_000_000,), np.float32) for name in "abcdefghij"}
+    save_file(weights, tmp_path / "model.safetensors")
+    bucket = f"convert-{uuid.uuid4().hex}"
+    make_bucket(rclone, bucket)
+    store = open_store(server_ref(rclone, bucket), rclone.credentials())
+    with closing(store), store.upload("in/model.safetensors") as upload:
+        upload.write(memoryview((tmp_path / "model.safetensors").read_bytes()))
+        upload.complete()
+    uri, out = f"s3://{bucket}/in", tmp_path / "out"
+    with GatedProxy(rclone.endpoint_url, ranges=5) as proxy:
+        given = [uri, str(out), proxy.endpoint_url, rclone.access_key_id, rclone.secret_access_key]
+        driver = losable.run_client(CONVERT, *given)
+        proxy.wait_until_held(6)
+        assert len(set(converting_nodes())) == 3
+        driver.kill()
+        driver.wait()
+        eventually(lambda: not converting_nodes(), "workers outlive their driver")
+    options: dict[str, Any] = {"credentials": rclone.credentials(), "region": "us-east-1", "chunk_bytes": 1 << 20}
+    with GatedProxy(rclone.endpoint_url, ranges=2) as proxy, ThreadPoolExecutor(1) as pool:
+        options |= {"endpoint_url": proxy.endpoint_url, "progress": False}
+        converting = pool.submit(cluster.convert, uri, out, on_cluster=True, address=losable.address, **options)
+        proxy.wait_until_held(6)
+        losable.kill_node(losable.node_ids[0])
+        proxy.open()
+        report = converting.result(120)
+    assert (report.workers, report.verified) == (3, True)
+    assert report.reused_bytes > 0
+    assert report.written_bytes + report.reused_bytes > report.size_bytes
+    found = pytest.importorskip("safetensors.numpy").load_file(next(out.glob("*.safetensors")))
+    assert all(np.array_equal(found[name], one) for name, one in weights.items())
+    eventually(lambda: not converting_nodes(), "workers are left")

@@ -21,7 +21,7 @@ from botocore.awsrequest import HeadersDict
 from botocore.parsers import create_parser
 
 from cluster.converting.assembly import coverage_problems
-from cluster.converting.dcp_files import read_tensors
+from cluster.converting.dcp import read_tensors
 from cluster.converting.rank_files import ALLOWED, join_ranks, state_of
 from cluster.converting.torch_files import load_pickle, read_torch_file
 from cluster.errors import ConvertError, ModelConfigError

@@ -178,6 +178,14 @@ def test_a_model_outlives_the_job_that_loaded_it(jobs: JobCluster, llama: Stored
     code, said = jobs.submit("longshore", "load", "s3://no-such-bucket/model", "--device", "cpu")
     assert code == 1, said
     assert "no-such-bucket" in said
+    # Conversions by the nodes of the cluster, with the exit codes of the command.
+    convert = ("longshore", "convert", "--on-cluster", "--workers", "2", "--json")
+    code, said = jobs.submit(*convert, llama.uri, str(tmp_path / "model"))
+    assert code == 0, said
+    report = json_in(said)
+    assert (report["format"], report["workers"], report["verified"]) == ("safetensors", 2, True)
+    code, said = jobs.run(str(SCRIPTS / "longshore"), *convert[1:], str(tmp_path), "s3://no-such-bucket/model")
+    assert code == 5, said
     # A working_dir that has a folder of our name in it.
     (tmp_path / "storage").mkdir()
     (tmp_path / "storage" / "__init__.py").write_text("")

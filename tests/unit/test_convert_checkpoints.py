@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -17,7 +20,7 @@ import pytest
 
 import cluster
 from cluster.command_line.cli import main
-from storage.errors import LongshoreError
+from storage.errors import LongshoreError, StoreError
 from storage.publishing import saves
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ByteRange, read_bytes
@@ -163,6 +166,62 @@ def test_dtype_casts_as_torch_casts(tmp_path: Path) -> None:
         cluster.convert(tmp_path / "model.pt", tmp_path / "no", dtype="int8", progress=False)
 
 
+def test_impossible_ranks_are_listed(tmp_path: Path) -> None:
+    for name in ("size_2_rank_0", "size_2_rank_00", "size_2_rank_2"):
+        torch.save({"w": torch.zeros(2)}, tmp_path / f"model_world_{name}.pt")
+    with pytest.raises(cluster.ConvertError) as caught:
+        cluster.convert(tmp_path, tmp_path.parent / "out", progress=False)
+    for text in ("rank 1 of 2 is missing", "rank_00.pt' is of a rank that another file has", "rank_2.pt' is of a rank"):
+        assert text in str(caught.value)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    torch.save({"w": torch.zeros(2)}, tmp_path / "model_world_size_0_rank_0.pt")
+    with pytest.raises(cluster.ConvertError, match="a job of 0 ranks"):
+        cluster.convert(tmp_path, tmp_path.parent / "out", progress=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_places_in_metadata_stay_inside_the_checkpoint(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    whole = {"w": torch.randn(10, 10), "b": torch.zeros(3)}
+    dcp.save({"model": whole}, checkpoint_id=tmp_path / "in", no_dist=True)
+    saved = (tmp_path / "in/.metadata").read_bytes()
+    for change in (
+        {"relative_path": "../../../../etc/passwd"},
+        {"relative_path": "/etc/passwd"},
+        {"relative_path": 3},
+        {"offset": -5},
+        {"offset": 1 << 70},
+        {"length": 1 << 70},
+        {"length": 0},
+    ):
+        metadata = pickle.loads(saved)
+        index = next(one for one in metadata.storage_data if one.fqn == "model.w")
+        metadata.storage_data[index] = dataclasses.replace(metadata.storage_data[index], **change)
+        (tmp_path / "in/.metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(cluster.ConvertError):
+            cluster.convert(tmp_path / "in", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "in/.metadata").write_bytes(saved)
+    cluster.convert(tmp_path / "in", tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), whole)
+
+
+def test_full_disk_ends_a_conversion_that_can_continue(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3_000_000)}, tmp_path / "model.pt")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000_000, limits[1]))
+    try:
+        with pytest.raises(StoreError, match="the file system refused"):
+            cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), {"w": torch.ones(3_000_000)})
+
+
 class _Hostile:
     def __reduce__(self) -> Any:
         return os.system, ("touch hostile",)
@@ -201,6 +260,59 @@ def test_source_and_destination_are_apart(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "model.pt")
     with pytest.raises(cluster.ConfigError, match="one inside the other"):
         cluster.convert(tmp_path, tmp_path / "out", progress=False)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for dest in (tmp_path, tmp_path / "link"):
+        with pytest.raises(cluster.ConfigError, match="the same folder"):
+            cluster.convert(tmp_path, dest, progress=False)
+    (tmp_path / "link").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_destination_with_another_model_is_left_alone(tmp_path: Path) -> None:
+    source, dest = tmp_path / "model.pt", tmp_path / "out"
+    torch.save(state(), source)
+    dest.mkdir()
+    (dest / "model.safetensors").write_bytes(b"other weights")
+    for dry_run in (True, False):
+        with pytest.raises(cluster.ConfigError, match=r"has a model\.safetensors"):
+            cluster.convert(source, dest, dry_run=dry_run, progress=False)
+    assert [path.name for path in dest.iterdir()] == ["model.safetensors"]
+    cluster.convert(source, tmp_path / "new", progress=False)
+    again = cluster.convert(source, tmp_path / "new", progress=False)
+    check_equal(tensors_in(tmp_path / "new"), state())
+    assert (again.verified, again.reused_bytes) == (True, 0)
+    with pytest.raises(StoreError, match="cannot make the folder"):
+        cluster.convert(source, tmp_path / "new/model.safetensors.index.json/below", progress=False)
+
+
+def test_lazy_conjugates_are_refused(tmp_path: Path) -> None:
+    """`torch.save` stores their other numbers, and a note."""
+    numbers = torch.tensor([1 + 2j, 3j], dtype=torch.complex64)
+    for lazy in (numbers.conj(), numbers.conj().imag):
+        torch.save({"a": numbers.clone(), "b": lazy}, tmp_path / "model.pt")
+        with pytest.raises(cluster.ConvertError, match="resolve_conj"):
+            cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+        torch.save({"a": numbers.clone(), "b": lazy.resolve_conj().resolve_neg()}, tmp_path / "model.pt")
+        cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+        check_equal(tensors_in(tmp_path / "out"), torch.load(tmp_path / "model.pt"))
+
+
+def test_small_file_cannot_become_a_large_result(tmp_path: Path) -> None:
+    """Its tensors have stride 0. The same number is in the file once."""
+    torch.save({"a": torch.zeros(1).expand(40_000_000)}, tmp_path / "model.pt")
+    for dry_run in (True, False):
+        with pytest.raises(cluster.ConvertError, match="160000"):
+            cluster.convert(tmp_path / "model.pt", tmp_path / "out", dry_run=dry_run, progress=False)
+    assert not (tmp_path / "out").exists()
+    torch.save({"a": torch.zeros(1).expand(1_000_000)}, tmp_path / "model.pt")
+    cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), {"a": torch.zeros(1_000_000)})
+
+
+def test_names_that_cannot_be_stored_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"": torch.zeros(1), "__metadata__": torch.zeros(1)}, tmp_path / "model.pt")
+    assert main(["convert", str(tmp_path / "model.pt"), str(tmp_path / "out"), "--json"]) == 3
+    assert "'' is no name" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 @pytest.mark.slow
