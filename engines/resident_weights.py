@@ -15,6 +15,9 @@ in their modules only while `load_weights` runs, when the engine computes nothin
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +32,7 @@ from cluster.small_files import ModelSource
 from engines.filling import Weights
 from storage.checkpoints.model_index import ModelIndex
 from storage.host.memory import available_host_bytes
+from storage.host.processes import pid_namespace
 from storage.problems import Problems, quote
 
 _ATTRIBUTE = "_longshore_weights"  # of a model: its ResidentWeights
@@ -41,12 +45,14 @@ LoadWeights = Callable[[Weights], Any]
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes into which memory the tensors of a checkpoint are written, while a model is filled.
 
-    A plain tensor that a loader made from lazy ones counts for the tensor that the loader took last.
+    A plain tensor that a loader made from lazy ones counts for the tensor that the loader took last. A write into
+    `kept`, which are addresses of storages, raises UpdateRefused before it happens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, set[str]] = {}  # address of a storage -> names
+        self._kept = frozenset(kept)
         self._last = ""  # the tensor that the loader works on
 
     def named(self, weights: Weights) -> Weights:
@@ -56,11 +62,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield name, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = [
+            value.untyped_storage().data_ptr()
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            if isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor)
+        ]
+        if not self._kept.isdisjoint(written):
+            raise UpdateRefused(
+                f"the engine would fill {quote(self._last)} into weights that are in use", hint="start the engine anew"
+            )
         result = func(*args, **(kwargs or {}))
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and self._last:
-                self.written.setdefault(value.untyped_storage().data_ptr(), set()).add(self._last)
+        for address in written if self._last else ():
+            self.written.setdefault(address, set()).add(self._last)
         return result
 
 
@@ -127,6 +141,8 @@ class ResidentWeights:
         self._packing: set[int] = set()  # modules that the engine packs, by id
         self.slots = _slots(model, watch)
         self.unknown = [slot.name for slot in self.slots if not slot.sources]
+        # The contents of a checkpoint in a buffer would stay old.
+        self.unknown += [name for name, buffer in model.named_buffers() if _storage(buffer) in watch.written]
 
     @staticmethod
     def attach(model: torch.nn.Module, watch: Watch, source: ModelSource, index: ModelIndex) -> None:
@@ -206,7 +222,8 @@ class ResidentWeights:
         """
         names = {name for slot in slots for name in slot.sources}
         staged = Staged(list(slots), [slot.template.make() for slot in slots], names)
-        watch = Watch()
+        live = map(_storage, itertools.chain(self._model.parameters(), self._model.buffers()))
+        watch = Watch([address for address in live if address])
         with _standing_in(staged), assignments_read(), watch:
             load_weights(watch.named((name, tensor) for name, tensor in lazy if name in names))
             for slot, parameter in zip(staged.slots, staged.parameters, strict=True):
@@ -366,6 +383,67 @@ def together(group: Any, ranks: int, step: Callable[[], Vote | None], *, exchang
     ) from error
 
 
+def take_together(
+    begin: Callable[[], contextlib.AbstractContextManager[Update]], group: Any, ranks: int, log: logging.Logger
+) -> None:
+    """Take a new revision on every rank of an engine, or on none. Every rank calls it.
+
+    Args:
+        begin: Opens the new revision, and yields this rank's update.
+        group: A process group of all ranks that works with host memory.
+        ranks: Number of ranks in it.
+        log: Gets a line about what the update has cost.
+
+    Raises:
+        UpdateRefused: The revision differs in more than contents, or the engine repacks weights in an unknown way.
+        DoesNotFit: There is no room to stage what changed.
+        UpdateFailed: Another rank failed before the exchange. Every rank has the revision that it had.
+        ModelBroken: A rank failed later. The message says which ranks have the new revision.
+        LongshoreError: A read failed. Every rank has the revision that it had.
+    """
+    begin_s = time.monotonic()
+    place = pid_namespace()
+    with contextlib.ExitStack() as stack:
+        begun: list[Update] = []
+
+        def left_if_failed(step: Callable[[], Vote | None]) -> Vote | None:
+            try:
+                return step()
+            except BaseException:
+                stack.close()  # other ranks here need not wait for this reader
+                raise
+
+        def plan() -> Vote:
+            begun.append(stack.enter_context(begin()))
+            return begun[0].plan(place)
+
+        votes = together(group, ranks, lambda: left_if_failed(plan), exchanges=False)
+        (update,) = begun
+        update.host_bytes = bytes_here(votes, place)
+        together(group, ranks, lambda: left_if_failed(update.prepare), exchanges=False)
+        together(group, ranks, update.exchange, exchanges=True)
+        update.finish()
+        report = update.opened.report()
+    log.info(
+        "Updated to revision %s in %.2f s: %d of %d tensors changed, this process read %d bytes and staged %d. "
+        "Readers here: %d bytes from the store",
+        update.opened.revision[:12],
+        time.monotonic() - begin_s,
+        len(update.changed),
+        len(update.opened),
+        report["read_bytes"],
+        update.staged_bytes,
+        report["store_bytes"],
+    )
+
+
+def pack(module: torch.nn.Module) -> None:
+    """Pack the weights of a module, as vLLM and SGLang do after a load."""
+    method = getattr(module, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(module)
+
+
 def bytes_here(votes: Iterable[Vote], place: str) -> int:
     """Return the host memory that the ranks of one machine stage together."""
     return sum(vote.host_bytes for vote in votes if vote.place == place)
@@ -418,6 +496,11 @@ def _slots(model: torch.nn.Module, watch: Watch) -> list[Slot]:
                 found[id(parameter)] = Slot(f"{prefix}.{name}" if prefix else name, template, [], sources)
             found[id(parameter)].owners.append((module, name))
     return list(found.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of its memory, or 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
 
 
 def _is_like(parameter: torch.Tensor, template: Template) -> bool:

@@ -7,13 +7,18 @@ list, so `register` puts a hook around `get_model_loader`, which returns a `Long
 loader finds in the model's folder where the weights are (`longshore.json`), opens them with `safe_open`, and gives
 SGLang lazy tensors instead of those of local files. A lazy tensor is read when a weight loader of SGLang copies it,
 after it has cut out the rank's part. The ranks of an engine are one reader group.
+
+A second hook lets `update_weights_from_disk` go the way of `engines.resident_weights`: it reads only what changed,
+verifies it, and puts it in place on all ranks or on none.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -25,14 +30,21 @@ from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from actors.reader.open_model import OpenModel, safe_open
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, UpdateRefused
 from cluster.small_files import ModelSource
 from engines import warn_of_version
 from engines.filling import Weights, fill, log_report, reader_group, source_of
+from engines.resident_weights import ResidentWeights, Update, Watch, pack, take_together
 
 TESTED = ("0.5.23", "0.5.23")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("sglang.longshore")
 _LOADS: Counter[str] = Counter()  # of this process, by URI
+_UPDATES = itertools.count(1)  # of this process
+# Methods that leave weights as they were filled. Models with others take no updates, as SGLang repacks their weights.
+REPEATABLE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+# Methods of a module, or marks, by which SGLang keeps other tensors that it made from the weights.
+_DERIVES = ("post_load_weights", "process_weights_after_loading", "w_kc")
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _OWN_PRIVATE = "sglang.private.private_model_loader"  # a company's own loader, which has the format already
 
 
@@ -43,7 +55,7 @@ class LongshoreModelLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang 
         BaseModelLoader.__init__(self, load_config)  # the class between checks the extra config's keys
         self._extra = dict(load_config.model_loader_extra_config or {})
         self._opened: list[OpenModel] = []
-        self._uri = ""  # of what was opened last, for messages
+        self._source = ModelSource("", "", {})  # of what was opened last
         warn_of_version("SGLang", sglang.__version__, TESTED, _LOG)
 
     def download_model(self, model_config: Any) -> None:
@@ -70,8 +82,16 @@ class LongshoreModelLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang 
 
     def load_weights_and_postprocess(self, model: Any, weights: Weights, target_device: torch.device) -> None:
         """Fill the model, and let SGLang repack what it repacks. Raises LayoutError for weights that do not match."""
+        watch = Watch()
+
+        def load(named: Weights) -> None:
+            self.load_weights_only(model, named, target_device)
+
         try:
-            fill(model, weights, lambda named: self.load_weights_only(model, named, target_device), lambda: self._uri)
+            with watch:
+                fill(model, watch.named(weights), load, lambda: self._source.model_uri)
+            if len(self._opened) == 1 and "_mono_copies" not in model.__dict__:  # AMD's kernels keep copies
+                ResidentWeights.attach(model, watch, self._source, self._opened[0].index)
             self.postprocess_weights(model, target_device)
             for opened in self._opened:
                 log_report(opened, _LOG)
@@ -88,12 +108,10 @@ class LongshoreModelLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang 
         self.close()
 
     def _open(self, source: ModelSource) -> OpenModel:
-        options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}
-        if group := _group_of_engine():
+        if _group_of_engine():
             _LOADS[source.model_uri] += 1
-            options |= {**group, "group": f"{group['group']} load {_LOADS[source.model_uri]}"}
-        self._uri = source.model_uri
-        self._opened.append(safe_open(source.model_uri, **options))
+        self._source = source
+        self._opened.append(_open(source, f"load {_LOADS[source.model_uri]}"))
         return self._opened[-1]
 
 
@@ -106,11 +124,83 @@ def _group_of_engine() -> dict[str, Any]:
     return reader_group("sglang", world.rank_in_group, world.world_size, world.cpu_group)
 
 
+def _open(source: ModelSource, what: str) -> OpenModel:
+    """Open weights in the group of this engine's ranks. `what` is a name that no other group of the engine has."""
+    options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}
+    if group := _group_of_engine():
+        options |= {**group, "group": f"{group['group']} {what}"}
+    return safe_open(source.model_uri, **options)
+
+
 def _choose_loader(original: Callable[..., Any], load_config: LoadConfig, *args: Any, **more: Any) -> Any:
     """Return our loader for the format "private", and what SGLang returns for every other one."""
     if load_config.load_format == LoadFormat.PRIVATE:
         return LongshoreModelLoader(load_config)
     return original(load_config, *args, **more)
+
+
+def _update(original: Callable[..., Any], updater: Any, path: str, load_format: str, *args: Any, **more: Any) -> Any:
+    """Take a new revision in place, for the format "private". Return whether it was taken, and a message.
+
+    `path` is the URI of the revision, or a folder that names it. SGLang calls this on each rank, when no request runs,
+    and then empties its prefix cache. Its own way fills the live model while it reads.
+    """
+    if load_format != LoadFormat.PRIVATE:
+        _filled_by_others(updater)
+        return original(updater, path, load_format, *args, **more)
+    from sglang.srt.distributed.parallel_state import get_world_group
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    if updater.get_model_runner().pp_group.world_size > 1:  # they could not agree
+        return False, "Pipeline stages of SGLang take updates one after the other. Start the engine anew"
+    world, number = get_world_group(), next(_UPDATES)
+    try:
+        with set_default_torch_dtype(updater.model_config.dtype):
+            take_together(lambda: _begin(updater, path, number), world.cpu_group, world.world_size, _LOG)
+    except Exception as error:
+        _LOG.error("The update failed: %s", error)
+        return False, f"{type(error).__name__}: {error}"
+    updater.model_config.model_path = path
+    updater.update_model_fields(
+        updater.get_model(), model_path=path, load_format=load_format, load_config=LoadConfig(load_format=load_format)
+    )
+    return True, "Succeeded to update model weights."
+
+
+@contextlib.contextmanager
+def _begin(updater: Any, path: str, number: int) -> Iterator[Update]:
+    """Open the new revision, and yield what this rank has to do. Raises UpdateRefused for what SGLang cannot take."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    model = updater.get_model()
+    resident = ResidentWeights.of(model)
+    problem = weight_updater._unsupported_derived_weight_cache_error(model)
+    if not updater.get_model_runner().spec_algorithm.is_none():
+        problem = "draft models of SGLang take updates after the model"
+    if problem:
+        raise UpdateRefused(problem, hint="start the engine anew", uri=path)
+    source = ModelSource(path, "", resident.options) if "://" in path else source_of(path, {})
+    device = torch.device(updater.device)
+
+    def load(weights: Weights) -> None:
+        DefaultModelLoader.load_weights_only(model, weights, device)
+
+    with _open(source, f"update {number}") as opened:
+        resident.check_updatable(opened.index, _unknown_packing)
+        yield Update(resident, opened, source.model_uri, load, pack, streaming=False)
+
+
+def _filled_by_others(updater: Any, *args: Any, **more: Any) -> None:
+    """Note that SGLang writes other weights into the model. The next update reads everything."""
+    ResidentWeights.reloaded(updater.get_model())
+
+
+def _unknown_packing(module: torch.nn.Module) -> bool:
+    """Return whether SGLang changes the weights of this module, or keeps others made from them."""
+    method = getattr(module, "quant_method", None)
+    if getattr(module, "use_intel_amx_backend", False) or any(hasattr(module, name) for name in _DERIVES):
+        return True
+    return method is not None and type(method).__name__ not in REPEATABLE
 
 
 def _has_own_loader() -> bool:
@@ -129,3 +219,6 @@ def register() -> None:
         _LOG.warning("%s is installed, so the load format 'private' does not use Longshore", _OWN_PRIVATE)
         return
     HookRegistry.register("sglang.srt.model_loader.loader.get_model_loader", _choose_loader, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.update_weights_from_disk", _update, HookType.AROUND)
+    for name in ("update_weights_from_tensor", "load_weights_from_distributed", "update_weights_from_ipc"):
+        HookRegistry.register(f"{_UPDATER}.{name}", _filled_by_others, HookType.BEFORE)

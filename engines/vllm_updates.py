@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,18 +22,18 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.reader.open_model import safe_open
-from cluster.errors import UpdateFailed, UpdateRefused
-from engines.resident_weights import ResidentWeights, Update, Vote, bytes_here, together
+from cluster.errors import ModelBroken, UpdateFailed, UpdateRefused
+from engines.resident_weights import ResidentWeights, Update, pack, take_together
 from engines.vllm import every_core, group_of_engine
 from storage.errors import LongshoreError
-from storage.host.processes import pid_namespace
 from storage.problems import quote
 
 _LOG = logging.getLogger("vllm.longshore")
-# Methods whose packing is repeated in place, or that pack nothing. All others are refused.
 _OPTIONS = {"endpoint_url", "region", "profile", "anonymous"}
+# Methods whose packing is repeated in place, or that pack nothing. All others are refused.
 REPEATABLE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
@@ -92,49 +91,13 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         # vLLM reads the answers of its workers in order, up to the first error. The next call would then take those of
         # later workers for its own. So only the last worker raises.
         world = get_world_group()
+        self._updates = getattr(self, "_updates", 0) + 1
         try:
-            self._take(info, world.cpu_group, world.world_size)
+            take_together(lambda: self._begin(info()), world.cpu_group, world.world_size, _LOG)
         except Exception as error:
             if world.rank_in_group == world.world_size - 1:
                 raise
             _LOG.error("The update failed: %s", error)
-
-    def _take(self, info: Callable[[], UpdateInfo], group: Any, ranks: int) -> None:
-        begin_s = time.monotonic()
-        self._updates = getattr(self, "_updates", 0) + 1
-        place = pid_namespace()
-        with contextlib.ExitStack() as stack:
-            begun: list[Update] = []
-
-            def left_if_failed(step: Callable[[], Vote | None]) -> Vote | None:
-                try:
-                    return step()
-                except BaseException:
-                    stack.close()  # other ranks here need not wait for this reader
-                    raise
-
-            def begin() -> Vote:
-                begun.append(stack.enter_context(self._begin(info())))
-                return begun[0].plan(place)
-
-            votes = together(group, ranks, lambda: left_if_failed(begin), exchanges=False)
-            (update,) = begun
-            update.host_bytes = bytes_here(votes, place)
-            together(group, ranks, lambda: left_if_failed(update.prepare), exchanges=False)
-            together(group, ranks, update.exchange, exchanges=True)
-            update.finish()
-            report = update.opened.report()
-        _LOG.info(
-            "Updated to revision %s in %.2f s: %d of %d tensors changed, this process read %d bytes and staged %d. "
-            "Readers here: %d bytes from the store",
-            update.opened.revision[:12],
-            time.monotonic() - begin_s,
-            len(update.changed),
-            len(update.opened),
-            report["read_bytes"],
-            update.staged_bytes,
-            report["store_bytes"],
-        )
 
     @contextlib.contextmanager
     def _begin(self, info: UpdateInfo) -> Iterator[Update]:
@@ -152,7 +115,7 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         uri = info.uri or resident.uri
         with every_core(os.environ), safe_open(uri, **options) as opened:
             resident.check_updatable(opened.index, lambda module: _unknown_packing(self.model, module))
-            yield Update(resident, opened, uri, self.model.load_weights, _repack, info.streaming)
+            yield Update(resident, opened, uri, self.model.load_weights, pack, info.streaming)
 
 
 def _unknown_packing(model: torch.nn.Module, module: torch.nn.Module) -> bool:
@@ -161,13 +124,6 @@ def _unknown_packing(model: torch.nn.Module, module: torch.nn.Module) -> bool:
     if method is not None:
         return type(method).__name__ not in REPEATABLE
     return hasattr(module, "process_weights_after_loading") and type(module) is not Attention
-
-
-def _repack(module: torch.nn.Module) -> None:
-    """Pack new weights, as vLLM does after a load."""
-    method = getattr(module, "quant_method", None)
-    if method is not None:
-        method.process_weights_after_loading(module)
 
 
 def update(
@@ -192,6 +148,7 @@ def update(
         UpdateRefused: The engine is asynchronous. It has methods of its own for each step.
         UpdateFailed: The engine did not take the revision. The message is that of the worker that failed, and says
             whether the old weights are still there.
+        ModelBroken: A process of the engine died, which ends the engine.
 
     Example:
         ```python
@@ -214,6 +171,12 @@ def update(
             llm.collective_rpc("finish_weight_update")
         if isinstance(error, LongshoreError):
             raise
+        if isinstance(error, EngineDeadError):
+            raise ModelBroken(
+                "a process of the engine died in the update, and vLLM has ended the others. "
+                "Its log says which workers had the new revision",
+                hint="start the engine anew",
+            ) from error
         # Workers in other processes send texts.
         raise UpdateFailed(f"the engine did not take the new weights: {error}") from error
     if llm.reset_prefix_cache() is False:

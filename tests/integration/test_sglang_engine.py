@@ -1,4 +1,4 @@
-"""SGLang on the CPU with the load format "private": the tokens and weights of SGLang's own loader, each byte read once.
+"""SGLang on the CPU with the load format "private": the tokens of transformers, each byte read once, updates in place.
 
 SGLang runs in an environment of its own (`tests/engine_environments/make.sh sglang`), which the first test makes.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,21 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.counting_proxy import CountingProxy
-from tests.support.engines import REPOSITORY, bytes_read, chunks_read, config_folder, python_of, tokens_of
-from tests.support.hf_models import make_tiny
-from tests.support.stored_models import publish_to
+from tests.support.engines import (
+    REPOSITORY,
+    bytes_read,
+    chunks_read,
+    config_folder,
+    damage,
+    python_of,
+    revisions_of,
+    tokens_of,
+)
+from tests.support.stored_models import StoredModel, publish_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 64}
+EXAMPLE = REPOSITORY / "examples/sglang_generate.py"
 OPTIONS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -35,24 +44,37 @@ OPTIONS = {
     "disable_cuda_graph": True,
     "log_level": "info",
 }
-# Two revisions through one engine of two ranks: tokens and weights after the load and after a reload.
-RELOADS = """
+# An engine that takes one revision after the other. SGLang's processes import this file, too.
+UPDATES = """
 import json, sys
 import sglang
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-def answer(engine, names):
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+def places(updater):
+    return [parameter.data_ptr() for parameter in updater.get_model().parameters()]
+
+def watch(original, updater, *args, **more):
+    before = places(updater)
+    result = original(updater, *args, **more)
+    print("in place:", updater.tp_rank, before == places(updater), flush=True)
+    return result
+
+HookRegistry.register(f"{UPDATER}.update_weights_from_disk", watch, HookType.AROUND)
+
+def answer(engine, taken):
     sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
     (found,) = engine.generate(input_ids=[[1, 5, 7, 9]], sampling_params=sampling)
-    weights = {name: engine.get_weights_by_name(name, truncate_size=4) for name in names}
-    print("answer:", json.dumps([found["output_ids"], weights]))
+    weights = engine.get_weights_by_name("model.layers.1.self_attn.o_proj.weight", truncate_size=4)
+    print("answer:", json.dumps([taken, found["output_ids"], found["meta_info"]["cached_tokens"], weights]))
 
 if __name__ == "__main__":
-    first, second, options, names = map(json.loads, sys.argv[1:])
+    first, options, *revisions = map(json.loads, sys.argv[1:])
     engine = sglang.Engine(model_path=first, load_format="private", skip_tokenizer_init=True, **options)
-    answer(engine, names)
-    engine.flush_cache()
-    print("reloaded:", engine.update_weights_from_disk(second, load_format="private"))
-    answer(engine, names)
+    answer(engine, "")
+    for revision in revisions:
+        answer(engine, engine.update_weights_from_disk(revision))
     engine.shutdown()
 """
 
@@ -63,12 +85,13 @@ def python() -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two models of one architecture, with other weights."""
-    made = [tmp_path_factory.mktemp("model") for _ in range(2)]
-    for number, folder in enumerate(made):
-        make_tiny("llama", seed=number, **SIZES).save_pretrained(folder, max_shard_size=1_000_000)
-    return made
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return revisions_of(tmp_path_factory.mktemp("revisions"))
+
+
+@pytest.fixture(scope="module")
+def models(s3_server: Any, folders: dict[str, Path]) -> dict[str, StoredModel]:
+    return {name: publish_to(s3_server, path, f"sglang-{name}-{os.getpid()}") for name, path in folders.items()}
 
 
 def run(python: Path, server: Any, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -95,65 +118,107 @@ def run(python: Path, server: Any, folder: Path, *command: str) -> subprocess.Co
     return done
 
 
+def path_of(model: StoredModel) -> str:
+    return f"/{model.uri.removeprefix('s3://')}/"
+
+
+def size_of(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size
+
+
+def bytes_of(chunks: list[tuple[str, tuple[int, int]]], model: StoredModel) -> int:
+    return sum(end - start for path, (start, end) in chunks if path.startswith(path_of(model)))
+
+
 def said(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout[-2000:] + done.stderr[-6000:]
 
 
-def example(python: Path, server: Any, folder: Path, model: str | Path, **more: Any) -> Any:
-    """Run the example, and return its process and the tokens that it wrote."""
-    arguments = ("--tokens", "1", "5", "7", "9", "--count", "8", "--options", json.dumps({**OPTIONS, **more}))
-    done = run(python, server, folder, str(REPOSITORY / "examples/sglang_generate.py"), str(model), *arguments)
-    found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
-    assert found is not None, said(done)
-    return done, [int(token) for token in found[1].split()]
-
-
 def test_the_example_writes_what_transformers_does(
-    python: Path, s3_server: Any, folders: list[Path], tmp_path: Path
+    python: Path, s3_server: Any, folders: dict[str, Path], models: dict[str, StoredModel], tmp_path: Path
 ) -> None:
-    model = publish_to(s3_server, folders[0], f"sglang-{os.getpid()}")
+    options = ("--tokens", "1", "5", "7", "9", "--count", "8", "--options", json.dumps(OPTIONS))
     with CountingProxy(s3_server.endpoint_url) as proxy:
-        folder = config_folder(model, proxy, tmp_path / "config")
-        done, tokens = example(python, s3_server, tmp_path, folder)
-        weights = chunks_read(proxy)
-    assert len(weights) == len(set(weights)) > 0
-    model_bytes = sum(path.stat().st_size for path in folders[0].glob("*.safetensors"))
-    assert model_bytes * 0.9 < sum(bytes_read(done)) <= model_bytes * 1.1
-    assert tokens == tokens_of(folders[0])
+        folder = config_folder(models["a"], proxy, tmp_path / "config")
+        then = (models["few"].uri, models["b"].uri)
+        done = run(python, s3_server, tmp_path, str(EXAMPLE), folder, *options, "--then", *then)
+        chunks = chunks_read(proxy)
+    found = re.findall(r"^written: (.*)$", done.stdout, re.MULTILINE)
+    assert [[int(token) for token in text.split()] for text in found] == [
+        tokens_of(folders[name]) for name in ("a", "few", "b")
+    ], said(done)
+    assert len(chunks) == len(set(chunks)) > 0
+    assert size_of(folders["a"]) * 0.9 < bytes_read(done)[0] <= size_of(folders["a"]) * 1.1
+    assert 0 < bytes_of(chunks, models["few"]) < 0.09 * size_of(folders["few"])
 
 
-def test_two_ranks_read_each_byte_once_and_reload(
-    python: Path, s3_server: Any, folders: list[Path], tmp_path: Path
+def test_two_ranks_take_revisions_in_place(
+    python: Path, s3_server: Any, folders: dict[str, Path], models: dict[str, StoredModel], tmp_path: Path
 ) -> None:
-    """The second revision is another folder: `update_weights_from_disk` reads all of it."""
-    names = ["model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight", "model.norm.weight"]
+    damage(models["damaged"])
     with CountingProxy(s3_server.endpoint_url) as proxy:
-        models = [publish_to(s3_server, folder, f"sglang-two-{at}-{os.getpid()}") for at, folder in enumerate(folders)]
-        made = [config_folder(model, proxy, tmp_path / f"config-{at}") for at, model in enumerate(models)]
-        options = json.dumps({**OPTIONS, "tp_size": 2})
-        script = tmp_path / "reloads.py"
-        script.write_text(RELOADS)
-        done = run(python, s3_server, tmp_path, str(script), *map(json.dumps, made), options, json.dumps(names))
-        weights = chunks_read(proxy)
+        first, last = (config_folder(models[name], proxy, tmp_path / name) for name in ("a", "b"))
+        revisions = [models["few"].uri, models["damaged"].uri, models["wide"].uri, last]
+        script = tmp_path / "updates.py"
+        script.write_text(UPDATES)
+        options = {**OPTIONS, "tp_size": 2}
+        done = run(python, s3_server, tmp_path, str(script), *map(json.dumps, [first, options, *revisions]))
+        chunks = chunks_read(proxy)
     answers = [json.loads(text) for text in re.findall(r"^answer: (.*)$", done.stdout, re.MULTILINE)]
-    assert len(answers) == 2, said(done)
-    assert len(weights) == len(set(weights)) > 0  # both ranks, both revisions
-    for (tokens, values), folder in zip(answers, folders, strict=True):
-        assert tokens == tokens_of(folder)
-        stored = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-        for name in names:
-            assert values[name] == stored[name][:4].tolist(), name
+    assert len(answers) == 5, said(done)
+    taken = [answer[0][0] for answer in answers[1:]]
+    assert taken == [True, False, False, True], answers
+    assert re.search("IntegrityError|ObjectChanged", answers[2][0][1]), answers[2]
+    assert "differs in more than contents" in answers[3][0][1], answers[3]
+    has = ["a", "few", "few", "few", "b"]  # a refused revision leaves the one before
+    assert [answer[1] for answer in answers] == [tokens_of(folders[name]) for name in has]
+    assert [answer[2] > 0 for answer in answers] == [False, False, True, True, False]  # the prefix cache
+    for answer, name in zip(answers, has, strict=True):
+        stored = load_file(folders[name] / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
+        assert answer[3] == stored[:4].tolist(), name
+    assert sorted(re.findall(r"in place: (\d) (\w+)", done.stdout)) == [("0", "True")] * 4 + [("1", "True")] * 4
+    # Each chunk leaves the store once for both ranks, and only what changed.
+    for name in ("a", "few", "b"):
+        read = [chunk for chunk in chunks if chunk[0].startswith(path_of(models[name]))]
+        assert len(read) == len(set(read)) > 0, name
+    assert 0 < bytes_of(chunks, models["few"]) < 0.09 * size_of(folders["few"])
+    assert bytes_of(chunks, models["wide"]) == 0
+
+
+def test_only_methods_that_pack_nothing_take_updates(python: Path) -> None:
+    code = """
+    import contextlib, importlib, pkgutil
+    from engines.sglang import REPEATABLE, _unknown_packing
+    from sglang.srt.layers import quantization
+    from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+
+    def below(kind):
+        return {kind, *(each for made in kind.__subclasses__() for each in below(made))}
+
+    for module in pkgutil.walk_packages(quantization.__path__, quantization.__name__ + "."):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module.name)
+    packing = {kind: type("Module", (), {"quant_method": object.__new__(kind)})
+               for kind in below(QuantizeMethodBase) if not kind.__abstractmethods__}
+    taken = [kind.__name__ for kind, module in packing.items() if not _unknown_packing(module())]
+    assert sorted(taken) == sorted(REPEATABLE), taken
+    assert len(packing) > 40, packing
+    for mark in ("use_intel_amx_backend", "post_load_weights", "w_kc"):
+        assert _unknown_packing(type("Module", (), {mark: True})()), mark
+    """
+    done = subprocess.run(
+        [python, "-c", textwrap.dedent(code)], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_weights_of_another_model_end_the_engine(
-    python: Path, s3_server: Any, folders: list[Path], tmp_path: Path
+    python: Path, s3_server: Any, models: dict[str, StoredModel], tmp_path: Path
 ) -> None:
-    model = publish_to(s3_server, folders[0], f"sglang-other-{os.getpid()}")
     with CountingProxy(s3_server.endpoint_url) as proxy:
-        folder = Path(config_folder(model, proxy, tmp_path / "config"))
+        folder = Path(config_folder(models["a"], proxy, tmp_path / "config"))
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 128}))
-        command = (str(REPOSITORY / "examples/sglang_generate.py"), str(folder), "--options", json.dumps(OPTIONS))
-        done = run(python, s3_server, tmp_path, *command)
+        done = run(python, s3_server, tmp_path, str(EXAMPLE), str(folder), "--options", json.dumps(OPTIONS))
     assert "written:" not in done.stdout
     assert "has no place in the model, has another shape there" in done.stdout + done.stderr, said(done)

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.counting_proxy import CountingProxy
-from tests.support.engines import REPOSITORY, chunks_read, config_folder, python_of, tokens_of
-from tests.support.hf_models import make_tiny
+from tests.support.engines import REPOSITORY, chunks_read, config_folder, damage, python_of, revisions_of, tokens_of
+from tests.support.free_ports import free_ports
 from tests.support.stored_models import StoredModel, publish_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 6,
-    "head_dim": 64,
-}
 OPTIONS = {
     "load_format": "longshore",
     "weight_transfer_config": {"backend": "longshore"},
@@ -39,14 +34,14 @@ OPTIONS = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 64 << 20,
 }
-CHANGED = ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")  # 5 % of the bytes
+PROMPT = list(range(10, 50))  # more than a block of the prefix cache
 
 
 class Session:
     """An engine in a process of vLLM's environment."""
 
     def __init__(self, python: Path, options: dict[str, Any], variables: dict[str, str], log: Path) -> None:
-        self._log = log
+        self.log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", "tests.support.vllm_session", json.dumps(options)],
@@ -73,7 +68,7 @@ class Session:
         for line in self._process.stdout:
             if line.startswith("answer: "):
                 return line.removeprefix("answer: ")
-        raise AssertionError(self._log.read_text()[-6000:])
+        raise AssertionError(self.log.read_text()[-6000:])
 
     def close(self) -> None:
         self._watchdog.cancel()
@@ -90,17 +85,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Revisions: "a", "b" and "damaged" with other weights, "few" like "a" but for 5 %, "wide" with other shapes."""
-    root = tmp_path_factory.mktemp("revisions")
-    for name, seed, more in (("a", 0, {}), ("b", 1, {}), ("wide", 2, {"intermediate_size": 1024})):
-        make_tiny("llama", seed=seed, **{**SIZES, **more}).save_pretrained(root / name)
-    shutil.copytree(root / "a", root / "few")
-    shutil.copytree(root / "b", root / "damaged")
-    tensors = load_file(root / "few/model.safetensors")
-    for name in CHANGED:
-        tensors[name] = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(7)).bfloat16() * 0.05
-    save_file(tensors, root / "few/model.safetensors", metadata={"format": "pt"})
-    return {path.name: path for path in root.iterdir()}
+    return revisions_of(tmp_path_factory.mktemp("revisions"))
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +99,11 @@ def proxy(s3_server: Any) -> Iterator[CountingProxy]:
         yield proxy
 
 
-@pytest.fixture(scope="module")
-def session(
-    s3_server: Any, proxy: CountingProxy, models: dict[str, StoredModel], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Session]:
-    where, keys = tmp_path_factory.mktemp("engine"), s3_server.credentials()
+def variables_of(server: Any, where: Path) -> dict[str, str]:
+    """Return what an engine's processes find in their environment."""
+    keys = server.credentials()
     (where / "run").mkdir(mode=0o700)
-    variables = {
+    return {
         "AWS_ACCESS_KEY_ID": keys.access_key_id,
         "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
         "HF_HUB_OFFLINE": "1",
@@ -130,8 +113,15 @@ def session(
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "XDG_RUNTIME_DIR": str(where / "run"),
     }
+
+
+@pytest.fixture(scope="module")
+def session(
+    s3_server: Any, proxy: CountingProxy, models: dict[str, StoredModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Session]:
+    where = tmp_path_factory.mktemp("engine")
     folder = config_folder(models["a"], proxy, where / "config")
-    session = Session(python_of("vllm"), {**OPTIONS, "model": folder}, variables, where / "log")
+    session = Session(python_of("vllm"), {**OPTIONS, "model": folder}, variables_of(s3_server, where), where / "log")
     yield session
     session.close()
 
@@ -156,9 +146,7 @@ def test_a_damaged_revision_leaves_the_old_weights(
     session: Session, models: dict[str, StoredModel], folders: dict[str, Path]
 ) -> None:
     assert session("update", models["a"].uri, {}) == ""
-    stored = models["damaged"].in_bucket / "model.safetensors"
-    data = stored.read_bytes()
-    stored.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+    damage(models["damaged"])
     said = session("update", models["damaged"].uri, {})
     assert said.startswith("UpdateFailed"), said
     assert session("tokens") == tokens_of(folders["a"])
@@ -182,24 +170,121 @@ def test_every_weight_is_replaced(
         assert session("tokens") == tokens_of(folders[name])
 
 
+def test_a_worker_killed_in_the_exchange_ends_the_engine(session: Session, models: dict[str, StoredModel]) -> None:
+    """The last test of this engine."""
+    session("die")
+    said = session("update", models["b"].uri, {})
+    assert said.startswith("ModelBroken: a process of the engine died in the update"), said
+    assert "a rank is gone. This one has all of the new revision" in session.log.read_text()
+
+
+class Server:
+    """vLLM's HTTP server, with the routes of its development mode."""
+
+    def __init__(self, python: Path, options: list[str], variables: dict[str, str], log: Path) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        with log.open("w") as said:
+            self._process = subprocess.Popen(
+                [python.parent / "vllm", "serve", *options, "--port", str(port)],
+                env={**os.environ, **variables, "VLLM_SERVER_DEV_MODE": "1"},
+                cwd=log.parent,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+        give_up_s = time.monotonic() + 300
+        while self.get("/health")[0] != 200:
+            assert self._process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < give_up_s, log.read_text()[-6000:]
+            time.sleep(0.5)
+
+    def get(self, path: str) -> tuple[int, str]:
+        return self._ask(urllib.request.Request(self.url + path))
+
+    def post(self, path: str, **body: Any) -> tuple[int, str]:
+        data = json.dumps(body).encode()
+        return self._ask(urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}))
+
+    def _ask(self, request: urllib.request.Request) -> tuple[int, str]:
+        """Return the status, 0 if there is none, and what came."""
+        try:
+            with urllib.request.urlopen(request, timeout=100) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError as error:
+            return 0, str(error)
+
+    def tokens(self) -> list[int]:
+        sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        status, text = self.post("/inference/v1/generate", token_ids=PROMPT, sampling_params=sampling)
+        assert status == 200, text
+        found: list[int] = json.loads(text)["choices"][0]["token_ids"]
+        return found
+
+    def cache_hits(self) -> float:
+        found = re.search(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def update_over(server: Server, model: StoredModel) -> int:
+    """Take a revision by the routes that docs/update_engines.md shows, and return the status of the update."""
+    assert server.post("/start_weight_update")[0] == 200
+    status, _ = server.post("/update_weights", update_info={"uri": model.uri})
+    server.post("/finish_weight_update")
+    return status
+
+
+def test_updates_over_http(
+    s3_server: Any, proxy: CountingProxy, models: dict[str, StoredModel], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if isinstance(value, int | str)]
+    options = [option.removesuffix("=True") for option in options]
+    options += ["--weight-transfer-config", json.dumps(OPTIONS["weight_transfer_config"]), "--block-size", "32"]
+    folder = config_folder(models["a"], proxy, tmp_path / "config")
+    server = Server(
+        python_of("vllm"),
+        [folder, "--skip-tokenizer-init", *options],
+        variables_of(s3_server, tmp_path),
+        tmp_path / "log",
+    )
+    with contextlib.closing(server):
+        first = tokens_of(folders["a"], PROMPT)
+        assert [server.tokens(), server.tokens()] == [first, first]
+        hits = server.cache_hits()
+        assert hits > 0
+        assert server.post("/init_weight_transfer_engine", init_info={})[0] == 200
+        # What cannot be taken leaves the old weights, and the next update is taken.
+        assert update_over(server, models["wide"]) == 500
+        assert server.tokens() == first
+        assert update_over(server, models["b"]) == 200
+        assert json.loads(server.post("/reset_prefix_cache")[1]) == {"success": True}
+        hits = server.cache_hits()
+        assert server.tokens() == tokens_of(folders["b"], PROMPT)
+        assert server.cache_hits() == hits
+
+
 def test_the_example_takes_two_revisions(
     s3_server: Any, proxy: CountingProxy, models: dict[str, StoredModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    keys = s3_server.credentials()
-    (tmp_path / "run").mkdir(mode=0o700)
     options = {name: value for name, value in OPTIONS.items() if name != "tensor_parallel_size"}
     uris = [models[name].uri for name in ("few", "b")]
     command = (str(REPOSITORY / "examples/vllm_update.py"), config_folder(models["a"], proxy, tmp_path / "config"))
     done = subprocess.run(
         [python_of("vllm"), *command, *uris, "--tokens", "1", "5", "7", "9", "--options", json.dumps(options)],
-        env={
-            **os.environ,
-            "AWS_ACCESS_KEY_ID": keys.access_key_id,
-            "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "XDG_RUNTIME_DIR": str(tmp_path / "run"),
-        },
+        env={**os.environ, **variables_of(s3_server, tmp_path)},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

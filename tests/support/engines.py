@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import cluster
 from tests.support.counting_proxy import CountingProxy
+from tests.support.hf_models import make_tiny
 from tests.support.stored_models import StoredModel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "head_dim": 64,
+}
+CHANGED = ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")  # 5 % of the bytes
 
 
 def python_of(name: str) -> Path:
@@ -45,20 +59,44 @@ def chunks_read(proxy: CountingProxy) -> list[tuple[str, tuple[int, int]]]:
     return [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
 
 
-def tokens_of(folder: Path) -> list[int]:
+def tokens_of(folder: Path, prompt: Sequence[int] = (1, 5, 7, 9)) -> list[int]:
     """Return what transformers writes with the weights of a folder, the best token each time."""
     code = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-tokens = [1, 5, 7, 9]
+tokens = [int(token) for token in sys.argv[2:]]
 for _ in range(8):
     tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-print("written:", *tokens[4:])
+print("written:", *tokens[-8:])
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, str(folder), *map(str, prompt)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
     assert found is not None, done.stderr[-2000:]
     return [int(token) for token in found[1].split()]
+
+
+def revisions_of(root: Path, **sizes: Any) -> dict[str, Path]:
+    """Make folders: "a", "b" and "damaged" with other weights, "few" like "a" but for 5 %, "wide" with other shapes."""
+    for name, seed, more in (("a", 0, {}), ("b", 1, {}), ("wide", 2, {"intermediate_size": 1024})):
+        make_tiny("llama", seed=seed, **{**SIZES, **sizes, **more}).save_pretrained(root / name)
+    shutil.copytree(root / "a", root / "few")
+    shutil.copytree(root / "b", root / "damaged")
+    tensors = load_file(root / "few/model.safetensors")
+    for name in CHANGED:
+        tensors[name] = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(7)).bfloat16() * 0.05
+    save_file(tensors, root / "few/model.safetensors", metadata={"format": "pt"})
+    return {path.name: path for path in root.iterdir()}
+
+
+def damage(model: StoredModel) -> None:
+    """Flip a bit in the stored weights of a model."""
+    stored = model.in_bucket / "model.safetensors"
+    data = stored.read_bytes()
+    stored.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])

@@ -6,11 +6,14 @@ begins with "answer: ":
     ["tokens"]                  the tokens that the model writes
     ["update", URI, options]    "" or the text of the error
     ["pointers"]                for each worker, addresses of parameters that are never packed
+    ["die"]                     the last worker is to die in the exchange of the next update
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from typing import Any
 
@@ -18,6 +21,16 @@ from typing import Any
 def pointers(worker: Any) -> list[int]:
     model = worker.model_runner.model
     return [parameter.data_ptr() for name, parameter in model.named_parameters() if "norm" in name or "embed" in name]
+
+
+def die(worker: Any) -> None:
+    from engines.resident_weights import Update
+
+    def exchange(_: Update) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if worker.rank:
+        Update.exchange = exchange  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -34,6 +47,8 @@ def main() -> None:
             return list(found.outputs[0].token_ids)
         if kind == "pointers":
             return llm.collective_rpc(pointers)
+        if kind == "die":
+            return llm.collective_rpc(die)
         try:
             update(llm, told[0], **told[1])
         except Exception as error:

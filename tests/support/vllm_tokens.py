@@ -25,17 +25,30 @@ def main() -> None:
 
 
 def answer(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokens by a model. `reload`: whether its weights are loaded a second time before."""
+    """Return the tokens by a model.
+
+    `reload`: whether its weights are loaded a second time before. `update`: a URI of which it is to take the weights
+    before; "refused" is then the text of the error, or "".
+    """
     from vllm import LLM, SamplingParams
 
-    again = options.pop("reload", False)
+    again, revision = options.pop("reload", False), options.pop("update", "")
+    refused: dict[str, str] = {}
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
     try:
         llm = LLM(skip_tokenizer_init=True, **options)
         if again:
             llm.collective_rpc("reload_weights")
+        if revision:
+            from engines.vllm_updates import update
+
+            try:
+                update(llm, revision)
+                refused["refused"] = ""
+            except Exception as error:
+                refused["refused"] = f"{type(error).__name__}: {error}"
         (found,) = llm.generate([{"prompt_token_ids": [1, 5, 7, 9]}], sampling)
-        return {"tokens": list(found.outputs[0].token_ids)}
+        return {"tokens": list(found.outputs[0].token_ids), **refused}
     except Exception as error:  # told to whoever asked
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -212,6 +212,41 @@ def test_parameters_that_nobody_filled_are_refused(old: OpenModel) -> None:
         ResidentWeights.of(model).check_updatable(old.index, lambda module: False)
 
 
+def test_an_engine_that_would_fill_live_weights_is_refused(net: Net, tmp_path: Path) -> None:
+    """Some models of SGLang keep a list of their parameters between loads."""
+    kept = dict(net.named_parameters())
+
+    def load_weights(weights: Weights) -> None:
+        for name, tensor in weights:
+            kept[f"{name}.weight"].data.copy_(tensor)
+
+    contents = {**tensors(0), "embed": tensors(1)["embed"]}
+    with publish(tmp_path / "new", contents) as opened:
+        update = update_to(net, opened)
+        update.load_weights = load_weights
+        update.plan("here")
+        with pytest.raises(UpdateRefused, match="into weights that are in use"):
+            update.prepare()
+    check(net, tensors(0))
+
+
+def test_contents_in_a_buffer_are_refused(old: OpenModel) -> None:
+    model, watch = Net(), Watch()
+    model.register_buffer("up", torch.empty(ROWS, COLUMNS, dtype=torch.float16))
+
+    def load_weights(weights: Weights) -> None:
+        for name, tensor in weights:
+            if name == "up":
+                model.up.copy_(tensor)
+            model.load_weights([(name, tensor)])
+
+    with watch:
+        fill(model, watch.named(old.lazy_tensors()), load_weights, lambda: "")
+    ResidentWeights.attach(model, watch, ModelSource("old", "", {}), old.index)
+    with pytest.raises(UpdateRefused, match="ways that are not known: 'up'"):
+        ResidentWeights.of(model).check_updatable(old.index, lambda module: False)
+
+
 def test_unpublished_revisions_count_as_changed(old: OpenModel, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     folder.mkdir()
