@@ -32,7 +32,7 @@ from actors.coordination.worker_groups import WorkerGroups
 from actors.links import ask_agent
 from actors.metrics_server import MetricsServer
 from cluster.config import Config, TrustPolicy
-from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, UpdateRefused, VersionMismatch
+from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, ScaleRefused, UpdateRefused, VersionMismatch
 from cluster.messages import UNVERSIONED, AgentBeat, GroupMember, check_version, pack_message, unpack_message
 from cluster.node_settings import NodeSettings
 from cluster.planning.chunk_keys import Holdings
@@ -44,6 +44,7 @@ from cluster.telemetry.chunk_map import ChunkMap, EventLog, LoadEvent, NodeChunk
 from cluster.telemetry.logs import RepeatedWork, configure_logs, log_events
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.telemetry.saves import SaveProgress
+from cluster.telemetry.scale_report import ScaleReport
 from cluster.telemetry.update_report import UpdateReport
 from longshore.installation import PROTOCOL_VERSION, __version__, check_packages
 from storage.errors import LongshoreError
@@ -230,33 +231,36 @@ class Coordinator:
     ) -> tuple[str, UpdateReport | None, LongshoreError | None]:
         """Begin an update in place, unless it was begun. Return what it does, its report or its error.
 
-        Waits up to `timeout_s` for the end. Raises UpdateRefused while another update is under way, and ModelNotFound.
+        Waits up to `timeout_s` for the end. Raises UpdateRefused while another change is under way, and ModelNotFound.
         """
-        record = await self._record(model_id)
-        update_id = asked.update_id
-        async with record.changed:
-            # A restarted coordinator may be about to go on with this update: it first finds the ranks.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(record.changed.wait_for(lambda: record.is_found), REBUILD_S)
-        if update_id not in record.update_outcomes and update_id != record.updating_id:
+        record = await self._found_record(model_id)
+        if record.has_not_begun(asked.update_id):
             if record.is_updating:
-                raise UpdateRefused(
-                    "another update of the model is under way",
-                    hint="wait for its end; longshore status shows it",
-                    model=model_id,
-                    doing=record.update_text,
-                )
+                raise UpdateRefused("another update of the model is under way", **record.doing())
             if asked.store is not None:
                 self._trust.sources.check(asked.store.ref, asked.store.credentials)
-            record.lead_update(update_id, self._load_run(record).update(asked))
-        async with record.changed:
-            with contextlib.suppress(TimeoutError):
-                over = record.changed.wait_for(lambda: update_id in record.update_outcomes)
-                await asyncio.wait_for(over, timeout_s)
-        outcome = record.update_outcomes.get(update_id)
+            record.lead_update(asked.update_id, self._load_run(record).update(asked))
+        outcome = await record.outcome_of(asked.update_id, timeout_s)
         if isinstance(outcome, LongshoreError):
             return record.update_text, None, outcome
-        return record.update_text, outcome, None
+        return record.update_text, outcome if isinstance(outcome, UpdateReport) else None, None
+
+    async def scale(
+        self, model_id: str, scale_id: str, data_parallel_size: int, timeout_s: float
+    ) -> tuple[str, ScaleReport | None, LongshoreError | None]:
+        """Begin to give a model that many replicas, unless that was begun. Return what it does, its report or error.
+
+        Waits up to `timeout_s` for the end. Raises ScaleRefused while another change is under way, and ModelNotFound.
+        """
+        record = await self._found_record(model_id)
+        if record.has_not_begun(scale_id):
+            if record.is_updating:
+                raise ScaleRefused("another change of the model is under way", **record.doing())
+            record.lead_update(scale_id, self._load_run(record).scale(data_parallel_size), "change of replicas")
+        outcome = await record.outcome_of(scale_id, timeout_s)
+        if isinstance(outcome, LongshoreError):
+            return record.update_text, None, outcome
+        return record.update_text, outcome if isinstance(outcome, ScaleReport) else None, None
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
@@ -411,6 +415,14 @@ class Coordinator:
                 hint="longshore status lists the models of this cluster",
                 model=printable_uri(model_id)[:200],
             )
+        return record
+
+    async def _found_record(self, model_id: str) -> ModelRecord:
+        """Return a record whose ranks are known: a restarted coordinator may be about to go on with a change of it."""
+        record = await self._record(model_id)
+        async with record.changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(record.changed.wait_for(lambda: record.is_found), REBUILD_S)
         return record
 
     async def _hold(self, record: ModelRecord, request: LoadRequest) -> None:

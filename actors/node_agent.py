@@ -440,13 +440,13 @@ class NodeAgent:
             tables = self._ledger.tables(load_id)
         return pickle.dumps(tables, protocol=5)
 
-    def report(self, load_id: str) -> NodeReport:
-        """Return this node's stats of a finished load."""
+    def report(self, load_id: str, attempt: int = 0) -> NodeReport:
+        """Return this node's stats of a finished load. `attempt`: only of the ranks that it brought; 0: of all."""
         with self._changed:
             self._usable()
             memory = self._memory.get(load_id) or PeakMemory()
             memory.sample()
-            report = self._ledger.report(load_id, self._node_id, self._host)
+            report = self._ledger.report(load_id, self._node_id, self._host, attempt)
             report = replace(report, arena_bytes=self._usable().taken_bytes)
         return replace(report, peak_host_bytes=memory.peak_bytes, baseline_host_bytes=memory.baseline_bytes)
 
@@ -456,14 +456,18 @@ class NodeAgent:
             self._usable()
             return self._ledger.chunks_now(load_id)
 
-    def end(self, load_id: str) -> None:
-        """End a load that is over or whose model is released. Ranks that still work on it are ordered to stop."""
+    def end(self, load_id: str, attempt: int = 0) -> None:
+        """End a load that is over or whose model is released. Ranks that still work on it are ordered to stop.
+
+        `attempt`: end only the share of that attempt, whose ranks were removed. 0: all.
+        """
         with self._changed:
             if self._arena is None or self._stopped.is_set():
                 return  # nothing is left of it
-            self._memory.pop(load_id, None)
-            self._newer_members.pop(load_id, None)
-            self._ledger.end(load_id, time.monotonic())
+            if not attempt:
+                self._memory.pop(load_id, None)
+                self._newer_members.pop(load_id, None)
+            self._ledger.end(load_id, time.monotonic(), attempt)
             self._changed.notify_all()
 
     def leave(self, load_id: str) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cluster.client import aload as aload
     from cluster.client import apublish as apublish
     from cluster.client import arelease as arelease
+    from cluster.client import ascale as ascale
     from cluster.client import asign as asign
     from cluster.client import astatus as astatus
     from cluster.client import aupdate as aupdate
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from cluster.client import load as load
     from cluster.client import publish as publish
     from cluster.client import release as release
+    from cluster.client import scale as scale
     from cluster.client import sign as sign
     from cluster.client import status as status
     from cluster.client import update as update
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
     from cluster.errors import SaveConflict as SaveConflict
     from cluster.errors import SaveError as SaveError
     from cluster.errors import SaveRefused as SaveRefused
+    from cluster.errors import ScaleFailed as ScaleFailed
+    from cluster.errors import ScaleRefused as ScaleRefused
     from cluster.errors import TensorNotFound as TensorNotFound
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import UnsafePickle as UnsafePickle
@@ -89,6 +93,7 @@ if TYPE_CHECKING:
     from cluster.telemetry.report import ClusterStatus as ClusterStatus
     from cluster.telemetry.report import LoadProgress as LoadProgress
     from cluster.telemetry.report import LoadReport as LoadReport
+    from cluster.telemetry.scale_report import ScaleReport as ScaleReport
     from cluster.telemetry.update_report import UpdateReport as UpdateReport
     from longshore.installation import PackageShadowed as PackageShadowed
     from longshore.installation import __version__ as __version__
@@ -153,8 +158,8 @@ _EXPORTS = {
     "actors.saving.save": "SaveReport save",
     "actors.saving.training_state": "load_training_state",
     "cluster.client": (
-        "aload apublish arelease asign astatus aupdate averify generate_key load publish release sign status update "
-        "verify"
+        "aload apublish arelease ascale asign astatus aupdate averify generate_key load publish release scale sign "
+        "status update verify"
     ),
     "cluster.config": "Config",
     "cluster.small_files": "config_folder",
@@ -163,13 +168,14 @@ _EXPORTS = {
         "DeviceUnavailable DoesNotFit DoesNotFitNow IllegalTransition LayoutError LoadCancelled LoadError "
         "LoadForgotten LoadTimeout ModelBroken ModelConfigError ModelNotFound ModuleMismatch NoCoordinator "
         "NoRoomToStage NodeLost NotEnoughResources PackageMissing PlanError RankLost RankTaken ReaderClosed "
-        "RemoteCallFailed SaveConflict SaveError SaveRefused TensorNotFound UnknownFamily UnsafePickle "
-        "UpdateFailed UpdateRefused VersionMismatch"
+        "RemoteCallFailed SaveConflict SaveError SaveRefused ScaleFailed ScaleRefused TensorNotFound UnknownFamily "
+        "UnsafePickle UpdateFailed UpdateRefused VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",
     "cluster.planning.plan_summary": "PlanSummary",
     "cluster.telemetry.report": "ClusterStatus LoadProgress LoadReport",
+    "cluster.telemetry.scale_report": "ScaleReport",
     "cluster.telemetry.update_report": "UpdateReport",
     "longshore.installation": "PackageShadowed __version__",
     "storage.errors": (

@@ -45,10 +45,11 @@ from cluster.request import (
 )
 from cluster.telemetry.chunk_map import ChunkMap, LoadEvent
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
+from cluster.telemetry.scale_report import ScaleReport
 from cluster.telemetry.stats import Jsonable
 from cluster.telemetry.tracing import load_trace
 from cluster.telemetry.update_report import UpdateReport
-from cluster.updating import UpdateOptions, update_on
+from cluster.updating import UpdateOptions, scale_on, update_on
 from storage.checkpoints.checkpoint import check_manifest_size
 from storage.checkpoints.checkpoint_files import read_whole
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
@@ -670,6 +671,39 @@ def update(
     return update_on(_running(address), model, options, patience)
 
 
+@checks_arguments
+def scale(
+    model: LoadedModel | str, data_parallel_size: int, *, timeout_s: float | None = None, address: str | None = None
+) -> ScaleReport:
+    """Give a resident model another number of replicas, while its other ranks serve.
+
+    Args:
+        model: What `load` returned, or the model's id. It need not be held by this process.
+        data_parallel_size: Number of copies of the model, 1 or more.
+        timeout_s: Seconds until LoadTimeout; the change goes on in the cluster. None: no limit.
+        address: Of the Ray cluster, where this process has not joined it.
+
+    Returns:
+        The ranks that were added or removed, and where the bytes of those added came from.
+
+    Raises:
+        LongshoreError: As for `LoadedModel.scale`.
+        ModelNotFound: There is no such model.
+        ClusterLost: No cluster or no coordinator answers.
+
+    Example:
+        ```python
+        report = cluster.scale("llama-3f9a21c4", 2)
+        print(report.ranks, report.store_bytes)
+        ```
+    """
+    if isinstance(model, LoadedModel):
+        return model.scale(data_parallel_size, timeout_s=timeout_s)
+    limit_s = checked_timeout(timeout_s)
+    patience = Patience(None if limit_s is None else time.monotonic() + limit_s, GIVEN_UP.get())
+    return scale_on(_running(address), model, data_parallel_size, patience)
+
+
 @dataclass(frozen=True, slots=True)
 class Released(Jsonable):
     """The result of `release`."""
@@ -751,6 +785,7 @@ def _running(address: str | None, *, any_version: bool = False) -> Connection:
 
 astatus = in_thread(status)
 aupdate = in_thread(update)
+ascale = in_thread(scale)
 arelease = in_thread(release)
 
 

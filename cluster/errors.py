@@ -10,6 +10,7 @@ LongshoreError
 |  |  +- UnknownFamily          and there are no rules for the model's family; names it
 |  +- ModelConfigError          config.json is broken or lacks fields that layouts need
 |  +- UpdateRefused             the model cannot be updated in place to that revision; nothing was touched
+|  +- ScaleRefused              the model cannot have that many replicas; nothing was touched
 |  +- DoesNotFit                a device or host lacks the memory; says need and have for each
 |     +- DoesNotFitNow          only because other processes use memory of the GPUs
 +- ClusterError
@@ -27,6 +28,7 @@ LongshoreError
 |  |  +- RankTaken              a worker counted as lost sent a message after its replacement
 |  +- NodeLost                  a node died, and its ranks found no other place; names both
 |  +- UpdateFailed              an update ended before its exchange; every rank has the old revision
+|  +- ScaleFailed               further replicas could not be filled; the model is as it was
 |  +- ModelBroken               a streaming update failed; ranks have contents of two revisions
 |  +- LoadTimeout               timeout_s passed
 |  +- LoadCancelled             released or cancelled before it was ready
@@ -94,6 +96,10 @@ class UpdateRefused(PlanError):
     """The resident model cannot be updated in place to that revision; the message says why. Nothing was touched."""
 
 
+class ScaleRefused(PlanError):
+    """The resident model cannot have that many replicas; the message says why. Nothing was touched."""
+
+
 class ClusterError(LongshoreError):
     """The cluster cannot do it, for any model."""
 
@@ -152,6 +158,10 @@ class NodeLost(LoadError):
 
 class UpdateFailed(LoadError):
     """An update ended before its exchange. Every rank has the revision that it had."""
+
+
+class ScaleFailed(LoadError):
+    """Further replicas of a resident model could not be filled. The model is as it was."""
 
 
 class ModelBroken(LoadError):

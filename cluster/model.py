@@ -29,8 +29,9 @@ from cluster.joining.node_tasks import unwrapped
 from cluster.joining.patience import Patience, checked_timeout
 from cluster.request import StoreOptions
 from cluster.telemetry.report import LoadReport
+from cluster.telemetry.scale_report import ScaleReport
 from cluster.telemetry.update_report import UpdateReport
-from cluster.updating import UpdateOptions, update_on
+from cluster.updating import UpdateOptions, scale_on, update_on
 from cluster.user_values import BATCH_BYTES, Cursor, Packed, TensorBatch, pack_call, result_of, tensors
 from storage.errors import LongshoreError
 from storage.store_ref import Credentials
@@ -394,6 +395,38 @@ class LoadedModel:
         twin: Callable[..., Coroutine[Any, Any, UpdateReport]] = in_thread(self.update)
         return await twin(uri, **options)
 
+    def scale(self, data_parallel_size: int, *, timeout_s: float | None = None) -> ScaleReport:
+        """Give the model another number of replicas, while its other ranks serve.
+
+        Further replicas get the next rank numbers. They read what nodes of the model have in their arenas and on disk,
+        and the rest from the store. They belong to the model when all of them are ready, and then calls see them.
+        Fewer replicas: the last ones go when the calls that they run have ended.
+
+        Args:
+            data_parallel_size: Number of copies of the model, 1 or more.
+            timeout_s: Seconds until LoadTimeout; the change goes on in the cluster. None: no limit.
+
+        Returns:
+            The ranks that were added or removed, and where the bytes of those added came from.
+
+        Raises:
+            ScaleRefused: The model cannot have that many replicas, Longshore does not place its ranks, it is not ready,
+                or another change of it is under way. Nothing was touched.
+            NotEnoughResources: There are too few free GPUs or places for CPU ranks. Nothing was touched.
+            DoesNotFit: A device or host lacks the memory. Nothing was touched.
+            ScaleFailed: Further replicas could not be filled. The model is as it was.
+        """
+        limit_s = checked_timeout(timeout_s)
+        patience = Patience(None if limit_s is None else time.monotonic() + limit_s, GIVEN_UP.get())
+        report = scale_on(self._connection, self.model_id, data_parallel_size, patience)
+        self.report = replace(self.report, layout=report.layout)
+        return report
+
+    async def ascale(self, data_parallel_size: int, *, timeout_s: float | None = None) -> ScaleReport:
+        """Run `scale` without blocking the event loop. Cancelling the task ends the wait, not the change."""
+        twin: Callable[..., Coroutine[Any, Any, ScaleReport]] = in_thread(self.scale)
+        return await twin(data_parallel_size, timeout_s=timeout_s)
+
     def save(self, uri: str | os.PathLike[str], **options: Any) -> Any:
         """Save the model as its ranks hold it, as one published checkpoint. See `save_loaded`.
 
@@ -451,10 +484,11 @@ class LoadedModel:
     ) -> list[Any]:
         if not callable(fn):
             raise ConfigError(f"call takes a function of the shard, not {fn!r:.60}")
-        wanted = self._checked_ranks(ranks)
+        self._checked_ranks(ranks)
         calls = RankCalls(self._connection, self.model_id, checked_timeout(timeout_s), cancelled)
         packed = pack_call(fn, args, kwargs)
-        workers = calls.workers()
+        workers = self._workers(calls)
+        wanted = self._checked_ranks(ranks)
         sent = share(packed, len(wanted))
         call_id = uuid.uuid4().hex
         asked = ((rank, self._method(workers[rank], "call").remote(self.model_id, sent, call_id)) for rank in wanted)
@@ -468,7 +502,7 @@ class LoadedModel:
         self, cancelled: threading.Event | None, rank: int, timeout_s: float | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         calls = RankCalls(self._connection, self.model_id, timeout_s, cancelled)
-        ask = self._method(calls.workers()[rank], "tensor_batch").remote
+        ask = self._method(self._workers(calls)[self._checked_rank(rank)], "tensor_batch").remote
 
         def batches() -> Iterator[TensorBatch]:
             asked: Any = ask(self.model_id, Cursor(), BATCH_BYTES)
@@ -483,6 +517,15 @@ class LoadedModel:
                     withdraw(asked)
 
         return tensors(batches())
+
+    def _workers(self, calls: RankCalls) -> list[Any]:
+        """Return the workers by rank. Another process may have changed the number of replicas (`scale`)."""
+        workers = calls.workers()
+        layout = self.report.layout
+        if len(workers) != layout.ranks:
+            layout = layout.with_replicas(len(workers) // layout.one_replica)
+            self.report = replace(self.report, layout=layout)
+        return workers
 
     def _method(self, worker: Any, name: str, group: str = "call") -> Any:
         """Return a method of a worker, in a group of calls. Those of "call" run one at a time."""

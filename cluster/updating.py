@@ -1,6 +1,6 @@
-"""The client's side of an update in place: the request, and the wait for its end.
+"""The client's side of what changes a resident model: an update in place, another number of replicas.
 
-The client chooses the update's id, so asking again, of a restarted coordinator too, begins nothing twice.
+The client chooses the change's id, so asking again, of a restarted coordinator too, begins nothing twice.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import uuid
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cluster.errors import LoadCancelled, LoadTimeout
 from cluster.joining.connection import Connection
 from cluster.joining.patience import Patience
 from cluster.options import check_revision, check_signed_name
 from cluster.request import StoreAccess, StoreOptions, UpdateRequest
+from cluster.telemetry.scale_report import ScaleReport
 from cluster.telemetry.update_report import UpdateReport
 from storage.store_ref import Credentials, StoreRef
 
@@ -72,18 +74,33 @@ def update_on(connection: Connection, model_id: str, options: UpdateOptions, pat
     if known is None and options.uri is not None:
         known = connection.call("request_of", model_id, patience=patience).store
     asked = options.request(connection.client_id, known)
+    done: UpdateReport = _changed(connection, model_id, "update", asked.update_id, (asked,), patience)
+    if asked.store is not None:
+        connection.read_with(model_id, asked.store)
+    return done
+
+
+def scale_on(connection: Connection, model_id: str, data_parallel_size: int, patience: Patience) -> ScaleReport:
+    """Change the number of replicas, and wait for the end. Raises its error; LoadTimeout, LoadCancelled: it goes on."""
+    scale_id = uuid.uuid4().hex[:16]
+    arguments = scale_id, data_parallel_size
+    done: ScaleReport = _changed(connection, model_id, "scale", scale_id, arguments, patience)
+    return done
+
+
+def _changed(
+    connection: Connection, model_id: str, verb: str, change_id: str, arguments: tuple[Any, ...], patience: Patience
+) -> Any:
+    """Ask until the change is over. Return its report."""
     doing = ""
     while True:
         try:
             doing, report, error = connection.call(
-                "update", model_id, asked, patience.left_s(WAIT_S), patience=patience
+                verb, model_id, *arguments, patience.left_s(WAIT_S), patience=patience
             )
         except (LoadTimeout, LoadCancelled) as late:
-            raise late.with_details(model=model_id, update=asked.update_id, doing=doing) from None
+            raise late.with_details(model=model_id, **{verb: change_id}, doing=doing) from None
         if error is not None:
             raise error
         if report is not None:
-            if asked.store is not None:
-                connection.read_with(model_id, asked.store)
-            done: UpdateReport = report
-            return done
+            return report

@@ -111,7 +111,7 @@ class SavedLoad:
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None
         for rank, node_id, host, attempt in self.placements:
-            bundle = bundles[rank] if bundles else None
+            bundle = bundles[rank] if bundles and rank < len(bundles) else None
             record.place([Placement(rank, node_id, host, bundle, attempt, replaced=True)])
             record.begun_on(node_id, attempt)
         return record
@@ -132,10 +132,13 @@ async def save(record: ModelRecord) -> None:
 async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) -> None:
     """Find the living workers of its ranks by their names, and learn from one of them how the store is read.
 
-    A rank without a worker is placed again later, under the incarnation (in `incarnations`) that its agent expects.
+    A rank without a worker is placed again later, under the incarnation (in `incarnations`) that its agent expects. A
+    worker without a rank was to join, or its rank was removed: it is ended.
     Raises RayError when Ray cannot say for long which workers there are.
     """
     workers = await _find_workers(record.worker_group_id)
+    for rank in workers.keys() - record.placements.keys():
+        await asyncio.to_thread(spawn.end_actor, workers[rank][1])
     for placement in record.placements.values():
         placement.incarnation, placement.worker = workers.get(
             placement.rank, (incarnations.get(placement.rank, 0), None)

@@ -29,6 +29,7 @@ from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.placing import Relocation, take_placements
 from actors.coordination.planner import Planner, PlanSource, in_message, use_working_access
+from actors.coordination.scale_run import ScaleRun
 from actors.coordination.spawn import alongside, finished, settled, tend_all
 from actors.coordination.update_run import UpdateRun
 from actors.coordination.worker_groups import WorkerGroups
@@ -48,6 +49,7 @@ from cluster.request import UpdateRequest
 from cluster.scheduling import load_state
 from cluster.scheduling.topology import IdleWorkerGroup
 from cluster.telemetry.report import LoadReport, NodeReport, ProcessMemory
+from cluster.telemetry.scale_report import ScaleReport
 from cluster.telemetry.stats import join_checks, verified_by
 from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
@@ -162,7 +164,7 @@ class LoadRun:
                     if not await self._relocating.is_needed(error):
                         raise
                     await self._move()
-            await tend_all(self._record.placements, self._tend, self._move)
+            await self._tend_all()
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -174,10 +176,11 @@ class LoadRun:
             await self._event(load_state.Planned)
             await self._event(load_state.Started)
             await find_workers_again(self._record, incarnations)
+            await self._scaling().remove_beyond()
             await self._updates().resume()
             for placement in self._record.placements.values():
                 await self._rank_event(load_state.RankReplaced, placement)
-            await tend_all(self._record.placements, self._tend, self._move)
+            await self._tend_all()
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -186,6 +189,23 @@ class LoadRun:
     async def update(self, asked: UpdateRequest) -> UpdateReport:
         """Update the resident model in place. Raises the update's error (`UpdateRun.run`)."""
         return await self._updates().run(asked)
+
+    async def scale(self, data_parallel_size: int) -> ScaleReport:
+        """Give the resident model that many replicas. Raises the error (`ScaleRun.run`)."""
+        return await self._scaling().run(data_parallel_size)
+
+    def _scaling(self) -> ScaleRun:
+        return ScaleRun(
+            self._record,
+            self._planner,
+            self._config,
+            self._models,
+            self._admission,
+            self._worker_groups,
+            self._agents,
+            self._source,
+            self.begin_on,
+        )
 
     def _updates(self) -> UpdateRun:
         return UpdateRun(self._record, self._planner, self._config, self._models, self._agents, self.begin_on)
@@ -294,7 +314,14 @@ class LoadRun:
             await record.touch("")
 
     async def _move(self) -> set[int]:
-        """Move the ranks of lost nodes (`Relocation.run`). First the other nodes are told not to ask those."""
+        """Move the ranks of lost nodes (`Relocation.run`). First the other nodes are told not to ask those.
+
+        Ranks that join make room for them: they are removed first.
+        """
+        if self._record.beyond():
+            await self._record.fail_join(NodeLost("a node of the model was lost meanwhile"))
+            async with self._record.changed:
+                await self._record.changed.wait_for(lambda: not self._record.beyond())
         living = await asyncio.to_thread(nodes.living_nodes)
         if self._record.lose_peers(living):
             await self.tell_members(self._record.nodes.keys() - living.keys())
@@ -325,11 +352,26 @@ class LoadRun:
         job = node_job(self._record, node_id, attempt, self._config)
         raise slots_taken(job, self._record.nodes[node_id], waited_s, holders)
 
+    async def _tend_all(self) -> None:
+        record = self._record
+        await tend_all(record.placements, self._tend_member, self._move, record.joined)
+
+    async def _tend_member(self, placement: Placement) -> None:
+        """Tend a rank. The error of one that joins ends the growth only, and that of one that was removed nothing."""
+        try:
+            await self._tend(placement)
+        except LongshoreError as error:
+            record = self._record
+            if record.has(placement) and not record.joins(placement.rank):
+                raise
+            if record.has(placement):
+                await record.fail_join(error)
+
     async def _tend(self, placement: Placement) -> None:
         """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times in a row before it has loaded."""
         record = self._record
         restarts = 0
-        while True:
+        while record.has(placement):
             try:
                 if placement.worker is None:
                     await finished(self._start_worker(placement))
@@ -338,6 +380,8 @@ class LoadRun:
                 placement.asked_s = time.monotonic()
                 outcome = placement.worker.outcome.options(concurrency_group="wait").remote(record.model_id)
                 placement.report, restarts = await outcome, 0
+                if not record.has(placement):
+                    return
                 await self._rank_event(load_state.RankReady, placement)
                 if record.life.is_ready and record.report is None:
                     record.finish(await self._report(), self._models.values())
@@ -346,6 +390,8 @@ class LoadRun:
                 return
             except (*ACTOR_GONE, TimeoutError, RankTaken) as error:
                 # (RankTaken: found by its name by a restarted coordinator, while the word of its end was on its way.)
+                if not record.has(placement):
+                    return
                 placement.report = None
                 await self._rank_event(load_state.RankLost, placement)
                 await self._vacate(placement)
@@ -364,7 +410,7 @@ class LoadRun:
         revision = None
         while revision != self._record.revision:  # an update may have been decided meanwhile
             revision = self._record.revision
-            if placement.replaced:
+            if placement.replaced or self._record.joins(placement.rank):
                 await use_working_access(self._record, self._planner)
             shared = await self._source.shared()
         job = rank_job(self._record, placement, self._config)
@@ -391,6 +437,8 @@ class LoadRun:
                 gpus=self._record.request.gpus_per_rank,
             )
         )
+        if self._record.placements.get(placement.rank) is not placement:  # removed meanwhile
+            await asyncio.to_thread(spawn.end_actor, placement.worker)
 
     async def _vacate(self, placement: Placement) -> None:
         """The rank's worker is gone: a new incarnation is to come, and loads only the rank's own slices again.

@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.errors import LoadCancelled, ModelBroken, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
+from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, Assignment, Members, NodePeer, PeerSource
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
@@ -32,6 +33,7 @@ from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.logs import log_events
 from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus, UpdateProgress
+from cluster.telemetry.scale_report import ScaleReport
 from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory
@@ -126,6 +128,7 @@ class SavedUpdate:
 _BEFORE_READY = (LoadState.PLANNING, LoadState.WAITING, LoadState.STARTING, LoadState.LOADING)
 _UPDATE = "update-"
 KEPT_OUTCOMES = 4  # of updates that are over, for clients that ask again
+Changed = UpdateReport | ScaleReport
 
 
 def update_load_id(update_id: str) -> str:
@@ -185,10 +188,15 @@ class ModelRecord:
     update_total_bytes: int = 0  # that all ranks read for it
     update_text: str = ""  # for people: what it does, or how it ended
     update_heard: Callable[[AgentBeat], None] | None = None  # takes heartbeats while an update reads
-    updating: asyncio.Task[None] | None = None  # leads the update
+    updating: asyncio.Task[None] | None = None  # leads the update, or the change of the number of replicas
     updating_id: str = ""
-    update_outcomes: dict[str, UpdateReport | LongshoreError] = field(default_factory=dict)  # of the last ones, by id
+    changing: str = ""  # what it leads, for people
+    # Of the last updates and changes of the number of replicas, by id.
+    update_outcomes: dict[str, Changed | LongshoreError] = field(default_factory=dict)
     broken: str = ""  # why ranks have contents of two revisions
+    joined: asyncio.Event = field(default_factory=asyncio.Event)  # set: there are placements that nobody tends yet
+    join_error: LongshoreError | None = None  # why ranks that join cannot be filled
+    next_incarnations: dict[int, int] = field(default_factory=dict)  # of ranks that were removed
     task: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None  # frees what the model has: from then on no load is given it
     events: EventLog = field(default_factory=EventLog)  # for who watches
@@ -246,7 +254,7 @@ class ModelRecord:
         """Return the nodes that may read chunks from each other; none where no node serves any.
 
         Nodes of `others` lend their chunks if their load is of the same revision and older. So nodes of two loads never
-        wait for each other.
+        wait for each other. While ranks join, the nodes of the model's other ranks lend theirs.
         """
         ranks: dict[str, list[int]] = {}
         for rank, placement in sorted(self.placements.items()):
@@ -263,11 +271,16 @@ class ModelRecord:
             for other in others
             if other.is_usable and other.created_s < self.created_s and self._has_chunks_of(other)
         )
-        lenders = tuple(
-            PeerSource(peer, other.model_id, other.peer_key)
-            for other in same
-            for node_id, peer in sorted(other.peers.items())
-            if peer is not None and node_id not in ranks and node_id in other.nodes
+        # What ranks that join need, the nodes of the other ranks may have.
+        own = [self.peers.get(node_id) for node_id in sorted(self.serving_nodes)] if self.beyond() else []
+        lenders = (
+            *(PeerSource(peer, self.model_id, self.peer_key) for peer in own if peer is not None),
+            *(
+                PeerSource(peer, other.model_id, other.peer_key)
+                for other in same
+                for node_id, peer in sorted(other.peers.items())
+                if peer is not None and node_id not in ranks and node_id in other.nodes
+            ),
         )[:MOST_LENDERS]
         return Members(found, self.peer_key, lenders) if lenders or any(node.peer for node in found) else Members()
 
@@ -278,6 +291,23 @@ class ModelRecord:
     def nodes(self) -> dict[str, str]:
         """node id -> host, of the nodes that have ranks."""
         return {placement.node_id: placement.host for placement in self.placements.values()}
+
+    def beyond(self) -> list[Placement]:
+        """Return the placements of ranks that are not the layout's: they join, or are about to be removed."""
+        return [placement for rank, placement in sorted(self.placements.items()) if rank >= self.request.world_size]
+
+    @property
+    def serving_nodes(self) -> set[str]:
+        """Ids of the nodes that have ranks of the layout."""
+        return {place.node_id for rank, place in self.placements.items() if rank < self.request.world_size}
+
+    def has(self, placement: Placement) -> bool:
+        """Return False when the rank was removed, or was placed anew."""
+        return placement.rank < len(self.life.ranks) and self.placements.get(placement.rank) is placement
+
+    def joins(self, rank: int) -> bool:
+        """Return whether the model is ready without that rank, which was not removed."""
+        return len(self.life.ranks) - self.life.joining <= rank < len(self.life.ranks)
 
     def awaits(self, node_id: str) -> bool:
         """Return True while a rank on that node has not reported that it is complete."""
@@ -352,7 +382,7 @@ class ModelRecord:
     def use_plan(self, plan: PackedPlan) -> None:
         """Load by this plan from now on."""
         self.plan, self.shared = plan, None
-        self.total_bytes = sum(rank.read_bytes for rank in plan.ranks)
+        self.total_bytes = sum(rank.read_bytes for rank in plan.ranks[: self.request.world_size])
 
     def share(self, tables: Any) -> None:
         """Note where the plan's tables are for agents and workers."""
@@ -432,6 +462,43 @@ class ModelRecord:
             self.events.add(time.time(), each.kind, text, rank=each.rank, host=each.host, **each.details)
         await self.touch()
 
+    # -- replicas ------------------------------------------------------------------------------------------------------
+
+    def grow(self, plan: PackedPlan, placements: Iterable[Placement]) -> None:
+        """Ranks of further replicas join. `plan`: with theirs. The layout stays until all of them are ready."""
+        self.plan, self.shared, self.join_error = plan, None, None
+        self.place(placements)
+
+    def tend_joined(self) -> None:
+        """Let whoever tends the ranks look for further ones."""
+        self.joined.set()
+
+    async def fail_join(self, error: LongshoreError) -> None:
+        """Note why ranks that join cannot be filled, and wake whoever waits for them."""
+        self.join_error = self.join_error or error
+        await self.touch()
+
+    def scale_to(self, layout: Layout, plan: PackedPlan | None) -> None:
+        """The model has this layout from now on. `plan`: None when it is made when it is needed."""
+        self.change_request(layout=layout, auto_identity="")
+        self.plan = self.shared = None
+        if plan is not None:
+            self.use_plan(plan)
+        if self.report is not None:
+            reports = [self.placements[rank].report for rank in range(layout.ranks) if rank in self.placements]
+            ranks = tuple(report for report in reports if report is not None)
+            placed_bytes = sum(rank.size_bytes for rank in ranks)
+            self.report = replace(self.report, layout=layout, ranks=ranks, placed_bytes=placed_bytes)
+
+    def remove(self, placements: Iterable[Placement]) -> None:
+        """Forget ranks whose workers were ended. The next worker of such a rank has another name."""
+        for placement in placements:
+            if self.placements.get(placement.rank) is placement:
+                del self.placements[placement.rank]
+                self.host_bytes.pop(placement.rank, None)
+                self.next_incarnations[placement.rank] = placement.incarnation + 1
+        self.begun = {(node_id, attempt) for node_id, attempt in self.begun if self.ranks_on(node_id, attempt)}
+
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @property
@@ -444,34 +511,54 @@ class ModelRecord:
         """True while some rank may have the old revision, and the new one was decided."""
         return self.is_updating and self.update is not None and self.update.decided
 
-    def lead_update(self, update_id: str, work: Coroutine[Any, Any, UpdateReport]) -> None:
-        """Run the task that leads an update. Its end is noted, however it comes."""
-        self.updating_id = update_id
-        self.update_bytes, self.update_total_bytes = {}, 0
-        self.updating = asyncio.get_running_loop().create_task(self._lead_update(update_id, work))
+    def lead_update(self, update_id: str, work: Coroutine[Any, Any, Changed], what: str = "update") -> None:
+        """Run the task that leads an update or changes the number of replicas. Its end is noted, however it comes.
 
-    async def _lead_update(self, update_id: str, work: Coroutine[Any, Any, UpdateReport]) -> None:
-        outcome: UpdateReport | LongshoreError = LoadCancelled("the model was released", model=self.model_id)
+        `what`: for people.
+        """
+        self.updating_id, self.changing = update_id, what
+        self.update_bytes, self.update_total_bytes = {}, 0
+        self.updating = asyncio.get_running_loop().create_task(self._lead_update(update_id, work, what))
+
+    async def _lead_update(self, update_id: str, work: Coroutine[Any, Any, Changed], what: str) -> None:
+        outcome: Changed | LongshoreError = LoadCancelled("the model was released", model=self.model_id)
         try:
             outcome = await work
         except LongshoreError as error:
             outcome = error
         except Exception as error:  # a bug must not leave the client waiting
-            outcome = LongshoreError(f"{type(error).__name__} in an update: {error}", model=self.model_id)
+            outcome = LongshoreError(f"{type(error).__name__} in the {what}: {error}", model=self.model_id)
         finally:
             self.update_outcomes[update_id] = outcome
             while len(self.update_outcomes) > KEPT_OUTCOMES:
                 del self.update_outcomes[next(iter(self.update_outcomes))]
             self.updating, self.update_heard = None, None
-            failed = not isinstance(outcome, UpdateReport)
-            if self.metrics is not None:
+            failed = isinstance(outcome, LongshoreError)
+            if self.metrics is not None and what == "update":
                 how = ("broken" if self.broken else "failed") if failed else "done"
                 changed_bytes = outcome.changed_bytes if isinstance(outcome, UpdateReport) else 0
                 self.metrics.updated(model_label(self.request.uri), how, changed_bytes)
-            await self.say_update(f"the update failed: {outcome}" if failed else str(outcome), outcome)
+            await self.say_update(f"the {what} failed: {outcome}" if failed else str(outcome), outcome)
 
-    async def say_update(self, text: str, outcome: UpdateReport | LongshoreError | None = None) -> None:
-        """Note for people what the update does, or its outcome, and wake whoever waits."""
+    def has_not_begun(self, update_id: str) -> bool:
+        """Return whether this update or change of replicas is still to begin."""
+        return update_id not in self.update_outcomes and update_id != self.updating_id
+
+    def doing(self) -> dict[str, str]:
+        """Return the details of the error of a second change."""
+        hint = "wait for its end; longshore status shows it"
+        return {"hint": hint, "model": self.model_id, "doing": self.update_text}
+
+    async def outcome_of(self, update_id: str, timeout_s: float) -> Changed | LongshoreError | None:
+        """Return how an update or a change of replicas ended; None when it has not within `timeout_s`."""
+        async with self.changed:
+            with contextlib.suppress(TimeoutError):
+                over = self.changed.wait_for(lambda: update_id in self.update_outcomes)
+                await asyncio.wait_for(over, timeout_s)
+        return self.update_outcomes.get(update_id)
+
+    async def say_update(self, text: str, outcome: Changed | LongshoreError | None = None) -> None:
+        """Note for people what the update or change of replicas does, or its outcome, and wake whoever waits."""
         self.update_text = text
         rank: int | None = None
         details: dict[str, Any] = {}
@@ -482,6 +569,8 @@ class ModelRecord:
                 "changed_bytes": outcome.changed_bytes,
                 "read_bytes": outcome.read_bytes,
             }
+        elif isinstance(outcome, ScaleReport):
+            details = {"state": UpdatePhase.DONE.value, "store_bytes": outcome.store_bytes}
         elif outcome is not None:
             rank = outcome.details.get("rank")
             details = {"state": UpdatePhase.FAILED.value, "error": type(outcome).__name__}
@@ -491,7 +580,7 @@ class ModelRecord:
 
     def updating_now(self) -> UpdateProgress | None:
         """Return the progress of the update that is under way; None if none is."""
-        if not self.is_updating:
+        if not self.is_updating or self.changing != "update":
             return None
         life = self.update_life if self.update is not None else None
         steps = () if life is None else life.ranks
@@ -614,7 +703,7 @@ class ModelRecord:
                 state=self.life.state.value,
                 rank=next((rank for rank, life in enumerate(self.life.ranks) if not life.ready), None),
             )
-        return [self.placements[rank].worker for rank in sorted(self.placements)]
+        return [self.placements[rank].worker for rank in range(self.request.world_size)]
 
     async def advance(self, *events: Event) -> None:
         """Apply the events (`cluster.scheduling.load_state`), and wake whoever waits."""
@@ -682,7 +771,8 @@ class ModelRecord:
 
     def progress(self) -> LoadProgress:
         """Return the progress of the load, as clients see it."""
-        placed = sum(self._placed_bytes(placement) for placement in self.placements.values())
+        serving = [place for rank, place in self.placements.items() if rank < self.request.world_size]
+        placed = sum(self._placed_bytes(placement) for placement in serving)
         end_s = self.ended_s or time.monotonic()
         store_bytes = sum(self.store_bytes.values())
         if self.report is not None and self.life.state is LoadState.READY:
@@ -694,7 +784,7 @@ class ModelRecord:
             placed_bytes=placed,
             total_bytes=self.total_bytes,
             store_bytes=store_bytes,
-            ranks_ready=sum(placement.report is not None for placement in self.placements.values()),
+            ranks_ready=sum(placement.report is not None for placement in serving),
             ranks_total=self.request.world_size,
             elapsed_s=max(0.0, end_s - self.created_s),
             message=self.message,

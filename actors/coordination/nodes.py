@@ -241,7 +241,7 @@ def places_in_group(group: PlacementGroup, request: LoadRequest) -> list[Place]:
     gpus = request.gpus_per_rank
     per_bundle = [int(bundle.get("GPU", 0)) // gpus if request.device == "cuda" else 1 for bundle in group.bundle_specs]
     bundles = [index for index, ranks in enumerate(per_bundle) for _ in range(ranks)]
-    if len(bundles) < request.world_size:
+    if request.placement_group is not None and len(bundles) < request.world_size:
         raise NotEnoughResources(
             f"the placement group has room for {len(bundles)} ranks, the layout has {request.world_size}",
             hint=f"give one bundle per rank, with {gpus} GPUs in each for device='cuda'",

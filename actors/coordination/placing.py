@@ -35,6 +35,7 @@ from actors.coordination.spawn import alongside, finished
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
+from cluster.layouts.mesh import Layout
 from cluster.planning.chunk_keys import note_held
 from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
@@ -118,6 +119,44 @@ async def take_placements(
     else:
         _place(record, [(infos[index].node_id, infos[index].host, None) for index in assigned])
     return None
+
+
+async def more_places(
+    record: ModelRecord,
+    layout: Layout,
+    plan: PackedPlan,
+    models: Iterable[ModelRecord],
+    worker_groups: WorkerGroups,
+    config: Config,
+) -> list[nodes.Place]:
+    """Return places for the ranks that `layout` has more than the record's, by the rules of `take_placements`.
+
+    On GPUs bundles of the model's own placement group that were freed come first. The others are no part of a group.
+
+    Raises NotEnoughResources naming who holds what.
+    """
+    request = record.request
+    first = request.world_size
+    freed: list[nodes.Place] = []
+    if record.group is not None:
+        bundles = bundle_of_ranks(nodes.bundle_sizes(record.group))[first : layout.ranks]
+        freed = await asyncio.to_thread(nodes.places_in_own_group, record.group, bundles)
+    if len(freed) == layout.ranks - first:
+        return freed
+    models = [model for model in models if not model.life.is_over]
+    holders = [model.model_id for model in models if model.request.device == request.device and model.placements]
+    added = layout.with_replicas((layout.ranks - first - len(freed)) // layout.one_replica)
+    while True:
+        taken = _cpu_placements(models, worker_groups)
+        infos = await asyncio.to_thread(nodes.cluster_nodes, taken, config.cpu_ranks_per_node)
+        held = await nodes.with_held(infos, plan, request.store.ref.identity())
+        try:
+            assigned = assign_ranks(held, added, request.device, config.cpu_ranks_per_node, holders)
+        except NotEnoughResources:
+            if not await finished(worker_groups.end_all()):  # they never stand in a load's way
+                raise
+        else:
+            return [*freed, *((infos[index].node_id, infos[index].host, None) for index in assigned)]
 
 
 async def _have_group_there(
@@ -229,8 +268,8 @@ class Relocation:
 
     async def _lost(self) -> dict[int, str]:
         """rank -> host, of the ranks whose node is dead."""
-        placements = self._record.placements
         living = await asyncio.to_thread(nodes.living_nodes)
+        placements = {rank: place for rank, place in self._record.placements.items() if self._record.has(place)}
         return {rank: placements[rank].host for rank in lost_ranks(_node_ids(placements), living)}
 
     async def _place_again(self, lost: dict[int, str]) -> None:
@@ -259,9 +298,12 @@ class Relocation:
         """Return a place for each of these ranks. Raises NotEnoughResources."""
         record = self._record
         group = record.group or record.request.placement_group
+        found: dict[int, nodes.Place] = {}
         if group is not None:
             bundles = {rank: bundle[1] for rank in lost if (bundle := record.placements[rank].bundle) is not None}
-            return await asyncio.to_thread(nodes.places_again, group, bundles)
+            found = await asyncio.to_thread(nodes.places_again, group, bundles)
+        if len(found) == len(lost):
+            return found
         while True:
             models = [model for model in self._models.values() if not model.life.is_over]
             taken = _cpu_placements(models, self._worker_groups)
@@ -270,12 +312,12 @@ class Relocation:
                 placements = place_again(
                     infos,
                     _node_ids(record.placements),
-                    list(lost),
+                    [rank for rank in lost if rank not in found],
                     record.request.layout.tensor_parallel_size,
                     record.request.device,
                     self._config.cpu_ranks_per_node,
                 )
-                return {rank: (node.node_id, node.host, None) for rank, node in placements.items()}
+                return {**found, **{rank: (node.node_id, node.host, None) for rank, node in placements.items()}}
             except NotEnoughResources:
                 if not await finished(self._worker_groups.end_all()):  # they never stand in a load's way
                     raise

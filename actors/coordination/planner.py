@@ -39,7 +39,8 @@ from actors.coordination.model_record import ModelRecord
 from cluster.config import TrustPolicy
 from cluster.errors import ClusterError, LoadError
 from cluster.fit.search import Limits, PlannedChange
-from cluster.planning.packed_plan import PackedPlan
+from cluster.layouts.mesh import Layout
+from cluster.planning.packed_plan import PackedPlan, RankFacts
 from cluster.planning.update_plan import PackedUpdate
 from cluster.request import LoadRequest, StoreAccess
 from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
@@ -77,6 +78,11 @@ class Planner:
         """Return what of the stored model differs from one with these packed tables. Raises UpdateRefused too."""
         update: PackedUpdate = await self._ask("update", request, self._trust, old, all_changed)
         return update
+
+    async def scaled(self, shared: bytes, layout: Layout) -> tuple[tuple[RankFacts, ...], bytes]:
+        """Return the facts of all ranks and the tables of a model with another number of replicas. Reads nothing."""
+        found: tuple[tuple[RankFacts, ...], bytes] = await self._ask("scaled", shared, layout)
+        return found
 
     async def is_current(self, request: LoadRequest, known: str, limit_s: float = CHECK_TIMEOUT_S) -> bool:
         """Return True while the stored model is still the revision `known`; one small request to the store.

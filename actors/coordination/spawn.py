@@ -86,27 +86,37 @@ async def tend_all(
     placements: Mapping[int, Placement],
     tend: Callable[[Placement], Coroutine[Any, Any, None]],
     move: Callable[[], Coroutine[Any, Any, set[int]]],
+    joined: asyncio.Event,
 ) -> None:
     """Run `tend(placement)` for every rank, until all have ended.
 
-    When one raises NodeLost, `move()` runs, once at a time: it places ranks anew, and returns which.
+    When one raises NodeLost, `move()` runs, once at a time: it places ranks anew, and returns which. When `joined` is
+    set, there are placements that were never tended.
     Raises what they raise; nothing of it runs on then.
     """
     tends: dict[int, asyncio.Task[None]] = {}
+    tended: dict[int, Placement] = {}
     homeless: set[int] = set()  # ranks whose tending ended because their node is lost
     moving: asyncio.Task[set[int]] | None = None
+    joining = asyncio.create_task(joined.wait())
 
     async def begin(ranks: set[int]) -> None:
         for rank in ranks:
             if (stale := tends.pop(rank, None)) is not None:
                 await finished(stopped([stale]))
-            tends[rank] = asyncio.create_task(tend(placements[rank]))
+            if rank in placements:  # it was not removed meanwhile
+                tended[rank] = placements[rank]
+                tends[rank] = asyncio.create_task(tend(placements[rank]))
 
     try:
         await begin(set(placements))
         while tends or moving is not None:
-            running: list[asyncio.Task[Any]] = [*tends.values(), *([moving] if moving else [])]
+            running: list[asyncio.Task[Any]] = [*tends.values(), joining, *([moving] if moving else [])]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                joined.clear()
+                joining = asyncio.create_task(joined.wait())
+                await begin({rank for rank in placements if tended.get(rank) is not placements[rank]})
             if moving is not None and moving.done():
                 await begin(moving.result() | homeless)
                 moving, homeless = None, set()
@@ -118,7 +128,7 @@ async def tend_all(
                 homeless.add(rank)
                 moving = moving or asyncio.create_task(move())
     finally:
-        await finished(stopped([*tends.values(), *([moving] if moving else [])]))
+        await finished(stopped([*tends.values(), joining, *([moving] if moving else [])]))
 
 
 REMOVE_TRIES = 10

@@ -86,7 +86,7 @@ class WorkerGroups:
             ]
             kept = await self._recycled(record, placements) if keep and self._may_keep(record, placements) else None
             if kept is None:
-                await _end_workers(placements, removes_files=bool(mapping and mapping.offload_folder))
+                await end_workers(placements, removes_files=bool(mapping and mapping.offload_folder))
                 if len(placements) < len(
                     record.placements
                 ):  # a restarted coordinator may have been about to look for them
@@ -98,7 +98,7 @@ class WorkerGroups:
                 self._add(record, placements, kept)
                 return
             if kept is not None:  # an agent may still hand the load's record to a coordinator that lost its own
-                await _end_workers(placements)
+                await end_workers(placements)
             if record.group is not None:
                 await self._give_back(record.group, len(record.placements) * record.request.gpus_per_rank)
         finally:
@@ -215,7 +215,8 @@ async def _until_busy(idleness: Any) -> None:
         await idleness
 
 
-async def _end_workers(placements: Sequence[Placement], *, removes_files: bool = False) -> None:
+async def end_workers(placements: Sequence[Placement], *, removes_files: bool = False) -> None:
+    """End these workers. `removes_files`: wait a while until they have removed their files."""
     asked = []
     for placement in placements:
         # Asked first so that the rank's memory goes back in order; killed in any case.

@@ -147,14 +147,14 @@ class NodeLedger:
             the slots.
 
         A job of another revision takes the place of a load that was updated: its ranks have the new contents, or get
-        them.
+        them. So does a job without ranks that were removed.
 
         Raises:
             ArenaTooSmall: The arena can never hold the job.
             LoadCancelled: The load was ended before this message came.
             RevisionMismatch: Other readers of the group read another revision.
         """
-        same = job.part in self._loads and job.revision == self._loads[job.part].job.revision
+        same = job.part in self._loads and _asks_for(job) == _asks_for(self._loads[job.part].job)
         if job.part in self._loads and not (same or job.on_demand or job.process is not None):
             self._end_part(job.part, now_s)
         if job.part in self._loads:
@@ -168,8 +168,8 @@ class NodeLedger:
             self._loads[job.part].apply_again(job)
             return True
         ended = self._ended.get(job.part)
-        updated = ended is not None and job.revision != ended.job.revision
-        if ended is not None and (job.on_demand or updated):  # all readers of the group had left, and now others come
+        changed = ended is not None and _asks_for(job) != _asks_for(ended.job)
+        if ended is not None and (job.on_demand or changed):  # all readers of the group had left, and now others come
             self._counters.finish(self._ended.pop(job.part))
         elif ended is not None and ended.error is not None:
             raise ended.error
@@ -235,13 +235,17 @@ class NodeLedger:
         for load in self._parts(load_id):
             load.record = record
 
-    def end(self, load_id: str, now_s: float) -> None:
-        """Forget the load. Slots that its ranks still use stay fenced until the ranks release them or are dead."""
-        self._give_up([part for part in self._asking if part[0] == load_id], now_s)
-        if not (parts := self._parts(load_id)):
+    def end(self, load_id: str, now_s: float, attempt: int = 0) -> None:
+        """Forget the load. Slots that its ranks still use stay fenced until the ranks release them or are dead.
+
+        `attempt`: forget only the share of that attempt. 0: all.
+        """
+        asking = [part for part in self._asking if part[0] == load_id and attempt in (0, part[1])]
+        self._give_up(asking, now_s)
+        if not (parts := self._parts(load_id)) and not attempt:
             self._ended_unknown[load_id] = None
             _keep_last(self._ended_unknown)
-        for load in parts:
+        for load in (load for load in parts if attempt in (0, load.job.attempt)):
             self._end_part(load.job.part, now_s)
 
     def _end_part(self, part: tuple[str, int], now_s: float) -> None:
@@ -267,9 +271,12 @@ class NodeLedger:
         for load in self._loads.values():
             load.fail(error)
 
-    def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
-        """Return the load's stats on this node. Raises ModelNotFound when it is not known here."""
-        parts = [load.report(node_id, host) for load in self._known_parts(load_id)]
+    def report(self, load_id: str, node_id: str, host: str, attempt: int = 0) -> NodeReport:
+        """Return the load's stats on this node. Raises ModelNotFound when it is not known here.
+
+        `attempt`: only of the share of that attempt. 0: of all.
+        """
+        parts = [load.report(node_id, host) for load in self._known_parts(load_id, attempt)]
         return replace(
             functools.reduce(NodeReport.plus, parts),
             window_bytes=self._cache.window_slots * self._slot_bytes,
@@ -554,8 +561,8 @@ class NodeLedger:
         """Return one load's node shares, in the order of their attempts."""
         return [self._loads[part] for part in sorted(self._loads) if part[0] == load_id]
 
-    def _known_parts(self, load_id: str) -> list[NodeLoad]:
-        if parts := self._parts(load_id):
+    def _known_parts(self, load_id: str, attempt: int = 0) -> list[NodeLoad]:
+        if parts := [load for load in self._parts(load_id) if attempt in (0, load.job.attempt)]:
             return parts
         raise ModelNotFound("this node does not know the load", load=load_id)
 
@@ -584,6 +591,11 @@ class NodeLedger:
 def _keep_last(ended: OrderedDict[Any, Any]) -> list[Any]:
     """Forget all but the last entries, and return the forgotten ones."""
     return [ended.popitem(last=False)[1] for _ in range(len(ended) - ENDED_KEPT)]
+
+
+def _asks_for(job: NodeJob) -> tuple[str, tuple[int, ...]]:
+    """Return what a job must have in common with the one that came before, to be the same one again."""
+    return job.revision, () if job.on_demand or job.process is not None else job.ranks
 
 
 def _holder(job: NodeJob, slots: int) -> SlotHolder:

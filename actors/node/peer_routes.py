@@ -93,7 +93,8 @@ class PeerRoutes:
         nodes = sorted(itertools.chain(*groups), key=lambda node: (node.peer is None, _hash(node.node_id)))
         self._nodes = nodes
         self._key, self._load_id = members.key, load_id
-        self._lenders = members.lenders
+        own = next((node.peer for node in members.nodes if node.node_id == node_id), None)
+        self._lenders = tuple(lender for lender in members.lenders if lender.peer != own)
         self._index = {node.node_id: at for at, node in enumerate(nodes)}
         self._own = self._index.get(node_id, -1)
         self._serving = sum(node.peer is not None for node in nodes)
@@ -159,7 +160,7 @@ class PeerRoutes:
 
     def leave_out(self, source: PeerSource, until_s: float) -> None:
         """Ask this node for nothing until then."""
-        if source.load_id != self._load_id:
+        if any(lender.peer == source.peer for lender in self._lenders):
             self._lenders_out[source.peer] = until_s
         for at, node in enumerate(self._nodes):
             if node.peer == source.peer:

@@ -133,6 +133,18 @@ def run_update(args: argparse.Namespace) -> int:
     return OK
 
 
+def run_scale(args: argparse.Namespace) -> int:
+    """Change the number of replicas of a resident model, and print the report."""
+    from cluster import client
+    from cluster.command_line.tables import cell
+    from cluster.command_line.watch_commands import full_id
+
+    model_id = full_id(args.model, client.status(args.address))
+    report = client.scale(model_id, args.replicas, timeout_s=args.timeout, address=args.address)
+    answer(args, report.as_dict(), lambda: cell(str(report)))
+    return OK
+
+
 def run_demo(args: argparse.Namespace) -> int:
     """The whole way on this machine (`cluster.command_line.demo`); with --write its checkpoint alone, to keep."""
     if args.write is not None:
@@ -274,6 +286,11 @@ def add_cluster_verbs(verbs: Verbs) -> None:
     update.add_argument("--timeout", type=seconds_of, metavar="SECONDS", help="then stop waiting for it")
     add_address(update)
     add_options(update, (*STORE, "revision", "signed_name"))
+
+    scale = add_verb(verbs, "scale", run_scale, "MODEL")
+    scale.add_argument("replicas", type=count, metavar="N", help="of the model, all together")
+    scale.add_argument("--timeout", type=seconds_of, metavar="SECONDS", help="then stop waiting for it")
+    add_address(scale)
 
     release = add_verb(verbs, "release", run_release)
     release.add_argument("model_id", nargs="?", metavar="MODEL_ID", help=LOAD)

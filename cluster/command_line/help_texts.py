@@ -237,6 +237,17 @@ PAGES = {
         (3, 4, 5, 6, 7),
         LOAD,
     ),
+    "scale": Page(
+        "give a resident model another number of replicas",
+        (
+            "Adds replicas at the end of the ranks, filled from what the model's nodes have, or removes the last ones "
+            "when the calls that they run have ended. All other ranks serve meanwhile. When a further replica cannot "
+            "be filled, the model stays as it was.",
+        ),
+        ("longshore scale llama-70b-3f9a21c4 2",),
+        (3, 4, 5, 6, 7),
+        LOAD,
+    ),
     "release": Page(
         "free resident models",
         (

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, ScaleRefused
 
 MAX_RANKS = 1 << 16
 MAX_VOCABULARY_MULTIPLE = 1 << 16
@@ -120,11 +120,31 @@ class Layout:
         expert, expert_tensor = divmod(data * self.tensor_parallel_size + tensor, self.expert_cuts)
         return RankCoords(data, fsdp, tensor, stage, expert % self.expert_parallel_size, expert_tensor)
 
+    @property
+    def replicas_with_all(self) -> int:
+        """Return how many replicas together hold every expert: more than one where they share experts out."""
+        spread = self.expert_parallel_size * self.expert_cuts
+        return math.lcm(spread, self.tensor_parallel_size) // self.tensor_parallel_size
+
     def place(self, coords: RankCoords) -> RankCoords:
         """Return the coordinates of the first rank that holds the same slices."""
-        spread = self.expert_parallel_size * self.expert_cuts
-        period = math.lcm(spread, self.tensor_parallel_size) // self.tensor_parallel_size
-        return replace(coords, data=coords.data % period)
+        return replace(coords, data=coords.data % self.replicas_with_all)
+
+    def with_replicas(self, count: int) -> Layout:
+        """Return the layout with `count` replicas. Ranks that both layouts have hold the same slices in both.
+
+        Raises ScaleRefused for a count that cannot be.
+        """
+        shared, most = self.replicas_with_all, MAX_RANKS // self.one_replica
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= most:
+            raise ScaleRefused(
+                f"data_parallel_size must be a whole number from 1 to {most}, not {count!r:.40}",
+                hint="release the model to remove its last replica",
+            )
+        if count % shared:
+            fine = sizes_that_do("data_parallel_size", count, lambda size: size % shared == 0)
+            raise ScaleRefused(f"{shared} replicas share the experts out, and come and go together", hint=fine)
+        return replace(self, data_parallel_size=count)
 
 
 def sizes_that_do(name: str, asked: int, does: Callable[[int], bool]) -> str:

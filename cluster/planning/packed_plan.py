@@ -286,6 +286,15 @@ class PackedPlan:
         """Return the fields that a report of the load needs, without those that grow with ranks and tensors."""
         return replace(self, ranks=(), shared=b"")
 
+    def with_ranks(self, ranks: tuple[RankFacts, ...], shared: bytes) -> PackedPlan:
+        """Return the plan of the same model with these ranks and their tables."""
+        return replace(self, ranks=ranks, shared=shared)
+
+
+def with_layout(tables: SharedTables, layout: Layout) -> SharedTables:
+    """Return the tables of the same model with another number of replicas (`Layout.with_replicas`)."""
+    return replace(tables, cut=replace(tables.cut, layout=layout))
+
 
 def pack_shared(plan: LoadPlan) -> bytes:
     """Pickle the tables that all ranks share."""

@@ -14,14 +14,23 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, BinaryIO
 
 from cluster.config import TrustPolicy
 from cluster.fit.options import AUTO
 from cluster.fit.search import Limits, PlannedChange, changes_to_offer, steps_of_auto
+from cluster.layouts.mesh import Layout
 from cluster.planning.make_plan import prepare_changes, prepare_plan, still_current
-from cluster.planning.packed_plan import PackedPlan, pack_shared, rank_facts, unpack_shared
+from cluster.planning.packed_plan import (
+    PackedPlan,
+    RankFacts,
+    pack_shared,
+    rank_facts,
+    unpack_shared,
+    with_layout,
+)
 from cluster.planning.update_plan import PackedUpdate, check_update, find_changes, update_tables
 from cluster.precision.written_quantization import quantization_config
 from cluster.request import LoadRequest
@@ -84,7 +93,7 @@ class PlanningServer:
         """
         packed = self.prepare(request, trust)
         with without_collector():
-            before, after = unpack_shared(old), unpack_shared(packed.shared)
+            before, after = with_layout(unpack_shared(old), request.layout), unpack_shared(packed.shared)
             check_update(before, after)
             changes = find_changes(before, after, all_changed=all_changed)
             tables = update_tables(after, changes)
@@ -97,15 +106,27 @@ class PlanningServer:
                 changed_bytes=int(tables.chunks.sizes_bytes().sum()),
             )
 
+    def scaled(self, shared: bytes, layout: Layout) -> tuple[tuple[RankFacts, ...], bytes]:
+        """Return the facts of all ranks and the packed tables of a model with another number of replicas."""
+        with without_collector():
+            tables = with_layout(unpack_shared(shared), layout)
+            return rank_facts(tables.cut, tables.chunks.largest_bytes), pickle.dumps(tables, protocol=5)
+
     def is_current(self, request: LoadRequest, revision: str, trust: TrustPolicy) -> bool:
         """Return whether the store still has that revision."""
         return still_current(request, revision, self._read_timeout_s, trust)
 
     def answer(self, verb: str, args: tuple[Any, ...]) -> Any:
         """Return the result of the method that `verb` names, or its error as a LongshoreError."""
-        verbs = {"prepare": self.prepare, "changes": self.changes, "is_current": self.is_current, "update": self.update}
+        verbs: dict[str, Callable[..., Any]] = {
+            "prepare": self.prepare,
+            "changes": self.changes,
+            "is_current": self.is_current,
+            "update": self.update,
+            "scaled": self.scaled,
+        }
         try:
-            return verbs[verb](*args)  # type: ignore[operator]
+            return verbs[verb](*args)
         except LongshoreError as error:
             return error
         except Exception as error:  # the coordinator must get an answer to every request

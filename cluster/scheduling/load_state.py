@@ -91,6 +91,20 @@ class Replanned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Grown(Event):
+    """Ranks of further replicas join, as a new attempt. The model is ready without them."""
+
+    incarnations: tuple[int, ...] = ()  # of their first workers
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(Event):
+    """The model has exactly this many ranks: those that joined belong to it, or ranks at the end are removed."""
+
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Failed(Event):
     """The load cannot go on."""
 
@@ -117,6 +131,8 @@ EVENTS: tuple[type[Event], ...] = (
     RankLost,
     RankReplaced,
     Replanned,
+    Grown,
+    Scaled,
     Failed,
     Cancelled,
     Released,
@@ -166,6 +182,7 @@ def _stay(state: LoadState, *events: type[Event]) -> dict[type[Event], LoadState
 
 
 _RANK_EVENTS = (Replanned, RankProgress, RankReady, RankLost, RankReplaced)
+_SCALE_EVENTS = (Grown, Scaled)
 
 TRANSITIONS: Mapping[LoadState, Mapping[type[Event], LoadState]] = {
     _S.PLANNING: {**_stay(_S.PLANNING, Replanned), Planned: _S.STARTING, **_ENDS},
@@ -182,13 +199,13 @@ TRANSITIONS: Mapping[LoadState, Mapping[type[Event], LoadState]] = {
         **_ENDS,
     },
     _S.LOADING: {**_stay(_S.LOADING, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
-    _S.READY: {**_stay(_S.READY, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
-    _S.DEGRADED: {**_stay(_S.DEGRADED, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
+    _S.READY: {**_stay(_S.READY, Planned, ResourcesGranted, Started, *_RANK_EVENTS, *_SCALE_EVENTS), **_ENDS},
+    _S.DEGRADED: {**_stay(_S.DEGRADED, Planned, ResourcesGranted, Started, *_RANK_EVENTS, *_SCALE_EVENTS), **_ENDS},
     _S.FAILED: {},
     _S.RELEASED: {},
 }
 
-# (state, all ranks ready?) -> state. Looked up after every event.
+# (state, all ranks ready that do not join?) -> state. Looked up after every event.
 SETTLES: Mapping[tuple[LoadState, bool], LoadState] = {
     (_S.LOADING, True): _S.READY,
     (_S.READY, False): _S.DEGRADED,
@@ -214,6 +231,7 @@ class Life:
     attempt: int  # counted from 1; never decreases
     ranks: tuple[RankLife, ...]
     error: str = ""  # why it failed
+    joining: int = 0  # the last ranks are being added, and the model is ready without them
 
     @classmethod
     def new(cls, world_size: int) -> Life:
@@ -232,7 +250,7 @@ class Life:
 
     @property
     def ranks_ready(self) -> int:
-        """Return how many ranks hold all their slices."""
+        """Return how many ranks hold all their slices, those that join included."""
         return sum(rank.ready for rank in self.ranks)
 
     @property
@@ -250,7 +268,7 @@ def advance(life: Life, event: Event) -> Life:
     if life.is_over or event.attempt < life.attempt:
         return life
     to = TRANSITIONS[life.state].get(type(event))
-    if to is None or (event.attempt > life.attempt and not isinstance(event, Replanned)):
+    if to is None or (event.attempt > life.attempt and not isinstance(event, Replanned | Grown)):
         raise IllegalTransition(
             "this cannot happen to a load in this state",
             event=type(event).__name__,
@@ -258,17 +276,24 @@ def advance(life: Life, event: Event) -> Life:
             event_attempt=event.attempt,
             attempt=life.attempt,
         )
-    ranks = life.ranks
+    ranks, joining = life.ranks, life.joining
+    if isinstance(event, Replanned | Grown) and event.attempt == life.attempt:
+        return life  # a repeated event: the attempt has already begun
     if isinstance(event, Replanned):
-        if event.attempt == life.attempt:
-            return life  # a repeated event: the attempt has already begun
         ranks = _without_places(life, event)
+    elif isinstance(event, Grown):
+        ranks = (*ranks, *map(RankLife, event.incarnations))
+        joining += len(event.incarnations)
+    elif isinstance(event, Scaled):
+        if not 1 <= event.ranks <= len(ranks):
+            raise IllegalTransition("the load has not that many ranks", ranks=event.ranks, ranks_total=len(ranks))
+        ranks, joining = ranks[: event.ranks], 0
     elif isinstance(event, RankProgress | RankReady | RankLost | RankReplaced):
         ranks = _with_rank(life, event)
-    to = SETTLES.get((to, all(rank.ready for rank in ranks)), to)
-    if to is life.state and ranks is life.ranks and event.attempt == life.attempt:
+    to = SETTLES.get((to, all(rank.ready for rank in ranks[: len(ranks) - joining])), to)
+    if to is life.state and ranks == life.ranks and joining == life.joining and event.attempt == life.attempt:
         return life
-    return Life(to, event.attempt, ranks, event.error if isinstance(event, Failed) else "")
+    return Life(to, event.attempt, ranks, event.error if isinstance(event, Failed) else "", joining)
 
 
 def _without_places(life: Life, event: Replanned) -> tuple[RankLife, ...]:

@@ -106,8 +106,10 @@ class EventLog:
     def moved(self, at_s: float, before: Life, after: Life, hosts: Mapping[int, str]) -> None:
         """All that differs between two moments of the load's life. `hosts`: where each rank sits."""
         if after.attempt > before.attempt:
-            self.add(at_s, "moved", "ranks of a lost node get other places", attempt=after.attempt)
-        for rank, (was, now) in enumerate(zip(before.ranks, after.ranks, strict=True)):
+            grows = len(after.ranks) > len(before.ranks)
+            message = "ranks of further replicas join" if grows else "ranks of a lost node get other places"
+            self.add(at_s, "moved", message, attempt=after.attempt)
+        for rank, (was, now) in enumerate(zip(before.ranks, after.ranks, strict=False)):  # replicas come and go
             for kind, message in _of_rank(was.ready, was.lost, was.incarnation, now.ready, now.lost, now.incarnation):
                 self.add(at_s, kind, message, rank=rank, host=hosts.get(rank, ""), incarnation=now.incarnation)
         if after.state is not before.state:

@@ -30,7 +30,12 @@ class Unknown:
 
 
 # Values of required arguments that are no str
-GIVEN = {"rank": 0, "state_dict": {}, "model": cluster.LoadedModel.__new__(cluster.LoadedModel)}
+GIVEN = {
+    "rank": 0,
+    "data_parallel_size": 1,
+    "state_dict": {},
+    "model": cluster.LoadedModel.__new__(cluster.LoadedModel),
+}
 
 
 def arguments() -> list[tuple[str, str]]:

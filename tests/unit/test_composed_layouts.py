@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cluster.errors import ConfigError, LayoutError
+from cluster.errors import ConfigError, LayoutError, ScaleRefused
 from cluster.layouts.mesh import Layout, RankCoords
 from cluster.layouts.rules import parse_rules
 from cluster.planning.make_plan import build_load_plan, needed_chunks
@@ -186,3 +186,31 @@ def test_expert_sizes_that_do_not_fit_the_mesh_are_refused() -> None:
         Layout(4, 1, 1, 1, 3)
     with pytest.raises(ConfigError, match=r"does not fit 4 ranks .* expert_parallel_size can be 1$"):
         Layout(4, 1, 1, 1, 2, 4)
+
+
+@given(st.sampled_from([(1, 1), (2, 1), (2, 4), (1, 2), (4, 8)]), st.integers(1, 3), st.integers(1, 3))
+def test_ranks_hold_the_same_slices_with_more_replicas(sizes: tuple[int, int], before: int, after: int) -> None:
+    tensor, expert = sizes
+    shared = max(1, expert // tensor)
+    old = Layout(tensor_parallel_size=tensor, data_parallel_size=before * shared, expert_parallel_size=expert)
+    new = old.with_replicas(after * shared)
+    assert new.replicas_with_all == shared
+    for rank in range(min(old.ranks, new.ranks)):
+        assert old.rank_coords(rank) == new.rank_coords(rank)
+    places = {old.place(old.rank_coords(rank)) for rank in range(old.ranks)}
+    assert {new.place(new.rank_coords(rank)) for rank in range(new.ranks)} == places
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "says"),
+    [
+        (Layout(), 0, "from 1 to 65536, not 0"),
+        (Layout(tensor_parallel_size=2), 1 << 15 | 1, "from 1 to 32768"),
+        (Layout(), True, "not True"),
+        (Layout(data_parallel_size=2, expert_parallel_size=2), 3, "data_parallel_size can be 2, 4"),
+    ],
+)
+def test_numbers_of_replicas_that_cannot_be_are_refused(layout: Layout, count: int, says: str) -> None:
+    with pytest.raises(ScaleRefused) as refused:
+        layout.with_replicas(count)
+    assert says in str(refused.value)

@@ -16,6 +16,7 @@ from cluster.scheduling.load_state import (
     Cancelled,
     Event,
     Failed,
+    Grown,
     Life,
     LoadState,
     Planned,
@@ -27,6 +28,7 @@ from cluster.scheduling.load_state import (
     Replanned,
     ResourcesGranted,
     ResourcesMissing,
+    Scaled,
     Started,
     advance,
     render_doc,
@@ -118,6 +120,41 @@ def test_a_load_changes_state_only_by_the_tables(life, event):
     if after.state is not life.state:
         assert type(event) in TRANSITIONS[life.state]
         assert event.attempt == after.attempt
+
+
+READY = run(Life.new(2), Planned(), Started(), RankReady(0, 0), RankReady(1, 0))
+joining = st.one_of(
+    st.builds(Grown, st.lists(incarnations, min_size=1, max_size=2).map(tuple), attempt=attempts),
+    st.builds(Scaled, st.integers(1, 4), attempt=attempts),
+    *(st.builds(kind, st.integers(0, 4), incarnations, attempt=attempts) for kind in (RankReady, RankLost)),
+)
+
+
+@given(st.lists(joining, max_size=15))
+def test_a_model_is_ready_without_the_ranks_that_join(sequence):
+    life = READY
+    for event in sequence:
+        before, life = life, run(life, event)
+        serving = life.ranks[: len(life.ranks) - life.joining]
+        assert serving
+        assert life.is_ready == all(rank.ready for rank in serving)
+        if not isinstance(event, Scaled):
+            assert len(serving) == len(before.ranks) - before.joining
+        elif life is not before:
+            assert (len(life.ranks), life.joining) == (event.ranks, 0)
+
+
+def test_ranks_that_join_belong_to_the_model_once_it_is_scaled():
+    grown = advance(READY, Grown((0, 3), attempt=2))
+    assert (grown.state, grown.joining) == (LoadState.READY, 2)
+    filled = run(grown, RankReady(2, 0, attempt=2), RankReady(3, 3, attempt=2), RankLost(2, 0, attempt=2))
+    assert filled.is_ready
+    assert advance(filled, Scaled(4, attempt=2)).state is LoadState.DEGRADED
+    assert advance(filled, Scaled(2, attempt=2)) == Life(LoadState.READY, 2, READY.ranks)
+    with pytest.raises(IllegalTransition):
+        advance(filled, Scaled(5, attempt=2))
+    with pytest.raises(IllegalTransition):
+        advance(Life.new(2), Grown((0,), attempt=2))
 
 
 LOADING = run(Life.new(2), Planned(), Started())

@@ -921,3 +921,27 @@ def test_a_new_agent_takes_over_the_living_processes_of_groups() -> None:
     assert ledger.beat("node", "host", "0", 0.0, ()).members == (members[0],)
     ledger.leave("hosted-0")
     assert not ledger.is_busy
+
+
+def test_ranks_that_were_removed_leave_their_share():
+    """A share that only had such ranks is ended alone; another one goes on with its other ranks."""
+    node, (first, second) = node_with(chunks=2)
+    node.settle()
+    load = first.load
+    part = node.add_part(load, {2: [0, 1]})
+    node.start_rank(part, 2)
+    node.settle()
+    shares = (node.ledger.report(load.load_id, "node", "host", attempt) for attempt in (load.attempt, part.attempt))
+    assert [(share.store_chunks, share.cached_chunks) for share in shares] == [(2, 0), (0, 2)]
+    node.kill(part.placements[2])
+    node.ledger.end(load.load_id, node.now_s, part.attempt)
+    node.kill(second)
+    job = load.job()
+    fewer = replace(job, ranks=(0,), incarnations=(0,), done=frozenset({0}), min_slots=0, again=True)
+    assert node.ledger.begin(fewer, node.now_s)
+    beat = node.ledger.beat("node", "host", "0", node.now_s, ())
+    assert [(rank.attempt, rank.rank, rank.done) for rank in beat.ranks] == [(load.attempt, 0, True)]
+    assert [each.complete for each in beat.loads] == [True]
+    assert first.error is None
+    node.tick()
+    assert node.cache.stats().in_use_slots == 0

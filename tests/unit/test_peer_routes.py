@@ -140,6 +140,16 @@ def test_nodes_that_failed_are_reported_until_they_are_asked_again(monkeypatch: 
     assert routes.left_out == (lender,)
 
 
+def test_homes_of_ranks_that_join_borrow_from_the_other_nodes():
+    nodes, tables = nodes_of(2), tables_of({rank: range(CHUNKS) for rank in range(2)})
+    own = tuple(source_of(node) for node in nodes)
+    for node, other in (nodes, nodes[::-1]):
+        routes = PeerRoutes(Members(tuple(nodes), b"key", own), "llama", node.node_id, tables)
+        assert {tuple(routes.sources(chunk)) for chunk in range(CHUNKS)} == {(source_of(other),)}
+        routes.leave_out(source_of(other), 5.0)
+        assert not any(routes.sources(chunk) for chunk in range(CHUNKS))  # the store
+
+
 def test_a_node_that_is_asked_past_another_keeps_chunks_for_those_behind_it():
     tables = tables_of({rank: range(CHUNKS) for rank in range(20)})
     routes = routes_of(nodes_of(20), tables)

@@ -1,0 +1,202 @@
+"""Replicas come and go beside those that serve, on a real cluster and a real S3 server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster
+from actors.links import COORDINATOR
+from tests.support.changed_models import changed_copy
+from tests.support.counting_proxy import CountingProxy
+from tests.support.gated_proxy import GatedProxy
+from tests.support.ray_clusters import REPOSITORY, Longshore, eventually
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import KV_HEADS, StoredModel, publish_to
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def next_llama(llama: StoredModel, tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+    folder = changed_copy(llama.folder, tmp_path_factory.mktemp("next") / "llama", flip=3)
+    return publish_to(llama.server, folder, "llama-scaled")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+@pytest.fixture
+def proxy(llama: StoredModel) -> Iterator[GatedProxy]:
+    with GatedProxy(llama.server.endpoint_url, ranges=1 << 20) as gated:
+        yield gated
+
+
+def is_exact(model: Any, stored: StoredModel, ranks: int, tensor_parallel_size: int = 2) -> bool:
+    return bool(model.call(shard_differs, str(stored.folder), tensor_parallel_size, 1, KV_HEADS) == [[]] * ranks)
+
+
+def sent_bytes(proxy: CountingProxy) -> int:
+    return sum(request.body_bytes for request in proxy.requests())
+
+
+def replica_of(shard: Any) -> tuple[int, int]:
+    return shard.coords.data, shard.coords.tensor
+
+
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0)
+def test_a_replica_is_filled_from_the_node_that_has_the_model(
+    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, tmp_path: Path
+) -> None:
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
+        with cluster.load(llama.uri, tensor_parallel_size=2, **options) as model:
+            with cluster.load(llama.uri, tensor_parallel_size=2, **options) as other:
+                proxy.clear()
+                report = model.scale(2)
+                assert (sent_bytes(proxy), report.store_bytes) == (0, 0)
+                assert report.bytes_by_source["peer"] >= model.report.model_bytes
+                assert report.ranks == (2, 3)
+                assert model.call(replica_of) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+                assert is_exact(model, llama, 4)
+                assert other.call(replica_of, ranks=[1]) == [(0, 1)]
+                assert len(other.call(replica_of)) == len(other.ranks) == 4
+            (shown,) = longshore.models()
+            assert shown.layout == model.report.layout
+            assert [rank.state for rank in shown.ranks] == ["ready"] * 4
+            with pytest.raises(cluster.ScaleRefused, match="from 1 to"):
+                model.scale(0)
+            with pytest.raises(cluster.NotEnoughResources, match="2 ranks need 2 free places"):
+                model.scale(3)
+            assert model.update(next_llama.uri).ranks == ("exchanged",) * 4
+            assert is_exact(model, next_llama, 4)
+            model.save(tmp_path / "saved")
+            removed = cluster.scale(model.model_id, 1)
+            assert removed.ranks == (2, 3)
+            assert len(longshore.living_workers()) == 2
+            assert len(longshore.models()[0].rank_hosts) == 2
+            assert is_exact(model, next_llama, 2)
+            assert len(model.ranks) == 2
+            assert model.scale(2).store_bytes == 0  # the names of the ranks are free again
+            assert is_exact(model, next_llama, 4)
+        with cluster.load(tmp_path / "saved", tensor_parallel_size=2, device="cpu") as saved:
+            assert is_exact(saved, next_llama, 2)
+    longshore.assert_nothing_left()
+
+
+def slow(shard: Any, seconds: float) -> int:
+    import time
+
+    time.sleep(seconds)
+    return shard.coords.data
+
+
+SMALL = pytest.mark.cluster_settings(arena_bytes=9 << 20, peer_port=-1, rank_restarts=1)  # the arena keeps nothing
+
+
+def loaded(proxy: GatedProxy, stored: StoredModel) -> cluster.LoadedModel:
+    return cluster.load(stored.uri, device="cpu", **{**stored.options, "endpoint_url": proxy.endpoint_url})
+
+
+def worker_of(longshore: Longshore, model: cluster.LoadedModel, rank: int, incarnation: int) -> str:
+    """Return the name of a rank's worker once its process is up and reads."""
+    name = f"worker-{model.model_id}-{rank}-{incarnation}"
+    eventually(lambda: name in longshore.living_workers(), f"{name} does not start")
+    return name
+
+
+@SMALL
+def test_the_others_serve_while_a_replica_is_filled(
+    longshore: Longshore, llama: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor
+) -> None:
+    """Its worker is killed meanwhile, and replaced. When that one is killed too, the model is as it was."""
+    with loaded(proxy, llama) as model:
+        for times in (2, 1):
+            proxy.hold_all()
+            growing = pool.submit(model.scale, 2)
+            proxy.wait_until_held()
+            assert model.call(replica_of) == [(0, 0)]
+            with pytest.raises(cluster.ScaleRefused, match="another change of the model is under way"):
+                cluster.scale(model.model_id, 3)
+            with pytest.raises(cluster.UpdateRefused, match="another"):
+                model.update()
+            first = 2 if times == 1 else 0  # the numbers of workers go on
+            for incarnation in range(first, first + times):
+                longshore.kill(worker_of(longshore, model, 1, incarnation))
+            if times == 2:
+                with pytest.raises(cluster.ScaleFailed, match="rank 1 was lost 2 times"):
+                    growing.result(120)
+                assert len(longshore.living_workers()) == 1
+                assert model.call(replica_of) == [(0, 0)]
+            proxy.open()
+        assert growing.result(120).ranks == (1,)
+        assert model.call(replica_of) == [(0, 0), (1, 0)]
+        assert is_exact(model, llama, 2, 1)
+        running = pool.submit(model.call, slow, 3.0, ranks=[1])
+        eventually(lambda: running.running(), "the call does not begin")
+        assert model.scale(1).ranks == (1,)
+        assert running.done()
+        assert running.result() == [1]
+    longshore.assert_nothing_left()
+
+
+@SMALL
+def test_the_coordinator_killed_while_replicas_come(
+    longshore: Longshore, llama: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor
+) -> None:
+    """The ranks that had not joined are removed, and the client's call begins again."""
+    with loaded(proxy, llama) as model:
+        model.scale(2)
+        proxy.hold_all()
+        growing = pool.submit(model.scale, 3)
+        proxy.wait_until_held()
+        longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+        proxy.open()
+        assert growing.result(200).ranks == (2,)
+        assert is_exact(model, llama, 3, 1)
+        longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+        assert len(longshore.models()[0].rank_hosts) == 3
+        assert model.scale(1).ranks == (1, 2)
+        assert len(longshore.living_workers()) == 1
+        assert is_exact(model, llama, 1, 1)
+    longshore.assert_nothing_left()
+
+
+@SMALL
+def test_the_example_of_the_page_and_the_command_line(longshore: Longshore, llama: StoredModel) -> None:
+    from cluster.command_line.cli import main
+
+    page = (REPOSITORY / "docs" / "scale.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    code = code.replace('"s3://models/llama-8b", tensor_parallel_size=2', f'"{llama.uri}", **options')
+    names: dict[str, Any] = {"cluster": cluster, "options": {**llama.options, "device": "cpu"}}
+    exec(code, names)
+    model = names["model"]
+    assert str(names["report"]).startswith(f"{model.model_id} has 2 replicas now: 1 ranks added")
+    assert main(["scale", model.model_id, "1", "--address", longshore.address]) == 0
+    assert model.call(replica_of) == [(0, 0)]
+    assert str(model.scale(1)) == f"{model.model_id} has 1 replica, as before"
+    model.release()
+    longshore.assert_nothing_left()
+
+
+def test_ranks_that_others_place_are_refused(longshore: Longshore, llama: StoredModel) -> None:
+    from ray.util import placement_group, remove_placement_group
+
+    longshore.configure()
+    group = placement_group([{"CPU": 0.01}])
+    try:
+        with cluster.load(llama.uri, device="cpu", placement_group=group, **llama.options) as model:
+            with pytest.raises(cluster.ScaleRefused, match="a placement group of your own"):
+                model.scale(2)
+            assert model.call(replica_of) == [(0, 0)]
+    finally:
+        remove_placement_group(group)
+    longshore.assert_nothing_left()
