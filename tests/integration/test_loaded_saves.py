@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 import cluster
 from actors.saving.save import SaveReport
 from cluster import client
-from tests.support.free_ports import free_ports
 from tests.support.gloo_ranks import run_ranks
 from tests.support.planned_models import llama_shapes
 from tests.support.ray_clusters import Longshore, scrape
@@ -59,8 +58,8 @@ def test_any_layout_saves_the_bytes_of_its_source(folder: Path, tmp_path: Path, 
     assert second["copied_bytes"] == second["size_bytes"]
 
 
+@pytest.mark.cluster_settings(metrics_port=0)
 def test_a_quantized_model_saves_what_it_holds(longshore: Longshore, folder: Path, tmp_path: Path) -> None:
-    longshore.configure(metrics_port=free_ports(1)[0])
     with cluster.load(str(folder), tensor_parallel_size=2, quantization="int4", device="cpu") as model:
         report = model.save(tmp_path / "m", extra_files={"note.txt": b"four bits"})
         config = model.report.quantization_config
