@@ -148,6 +148,8 @@ class PeerShelf:
                 left_s = give_up_s - time.monotonic()
                 key, size_bytes = (b"", 0) if found is NoChunk.TOO_SLOW else self._ledger.on_disk(*wanted)
                 if key or found is not NoChunk.COMING or left_s <= 0:
+                    if found is NoChunk.COMING and self._ledger.reads_store(*wanted):
+                        found = NoChunk.LATE
                     break
                 self._changed.notify_all()  # a reader may have to fetch it
                 came.clear()
@@ -332,13 +334,15 @@ class NodeAgent:
         with self._changed:
             arena = self._usable()
             reclaimable_bytes = self._kept.reclaimable_bytes
+            rates = self._rates()
         return NodeFacts(
             node_id=self._node_id,
             host=self._host,
             arena_bytes=arena.slot_count * arena.slot_bytes,
             window_bytes=arena.window_slots * arena.slot_bytes,
             peer=self._peer,
-            peer_bytes_per_s=self._config.peer_bytes_per_s,
+            peer_bytes_per_s=rates[0],
+            peer_measured_bytes_per_s=rates[1],
             pools=host_pools(os.path.dirname(arena.path), reclaimable_bytes=reclaimable_bytes),
             gpus=gpu_memory(),
             version=__version__,
@@ -362,8 +366,8 @@ class NodeAgent:
         if tables is None:  # without the lock: ranks wait for it
             tables = JobTables.of(job, members=Members.unpack(members), node_id=self._node_id)
         if tables.routes is None and self._lends(job, tables):
-            model, rate = model_key(tables.shared, job.store_identity), self._config.peer_bytes_per_s
-            tables = tables.lends(LendingFacts(self._node_id, model, secrets.token_bytes(32), rate))
+            model = model_key(tables.shared, job.store_identity)
+            tables = tables.lends(LendingFacts(self._node_id, model, secrets.token_bytes(32), self._rates()))
         self._kept.make_room(job.host_bytes)
         with self._changed:
             self._usable()
@@ -382,6 +386,14 @@ class NodeAgent:
         of_readers = job.on_demand or job.process is not None
         sends = of_readers and tables.is_sure and not job.is_local and job.placement != "direct"
         return sends and self._peer is not None and self._coordinator is not None
+
+    def _rates(self) -> tuple[float, float]:
+        """Return what this node may send to others, and what it sent, in bytes per second (`sending_weights`).
+
+        Measured rates count for the next load: trees that change in the middle would make nodes read chunks again.
+        """
+        server = self._chunk_server
+        return self._config.peer_bytes_per_s, 0.0 if server is None else server.bytes_per_s
 
     def _find_lenders(self, load_id: str) -> None:
         """Wait until the coordinator has said which other nodes read the model. Call it with the agent's lock."""

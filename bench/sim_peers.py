@@ -23,6 +23,7 @@ import numpy as np
 
 from actors.node.chunk_flow import JobTables
 from actors.node.peer_routes import PeerRoutes
+from actors.rank.chunk_fetcher import BLAMELESS, REFUSALS
 from actors.rank.state import FetchedChunk
 from bench.sim_flows import Clock
 from bench.sim_node import LOAD, Rates, SimAgent, SimRank
@@ -30,11 +31,12 @@ from cluster.fit.needs import min_slots
 from cluster.messages import PEER_READ, Commit, LeaseOrder, Members, NodeJob, NodePeer, RankUpdate
 from cluster.planning.cut_model import CutModel
 from cluster.planning.packed_plan import ReaderTables
+from cluster.scheduling.concurrency import PeerPatience
 from storage.arena.slots import CachedChunk
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.host.processes import ProcessId
-from storage.peers import PATIENCE_S, READ_TIMEOUT_S, Asker, NoChunk, Peer
-from storage.peers.chunk_server import SENDING, TURN_S, WAIT_S
+from storage.peers import PATIENCE_S, READ_TIMEOUT_S, WAIT_S, Asker, NoChunk, Peer
+from storage.peers.chunk_server import SENDING, TURN_S
 from storage.peers.peer_client import AVOID_S, Pace
 
 PIECES = 4  # of a chunk
@@ -177,6 +179,7 @@ class FeedingNode(SimAgent):
         others: dict[str, FeedingNode],
         up_bytes_s: float,
         down_bytes_s: float,
+        lease_deadline_s: float,
     ) -> None:
         """`others`: all nodes by the incarnation of their agents, to be filled."""
         chunk_bytes = tables.chunks.largest_bytes
@@ -185,6 +188,7 @@ class FeedingNode(SimAgent):
         self.store, self.others = store, others
         self.up = Uplink(clock, up_bytes_s)
         self.down_bytes_s, self.downlink_free_s = down_bytes_s, 0.0
+        self.store_latency_s = rates.latency_s
         self.is_dead = False
         self.rank = FeedingRank(self, number, dict(enumerate(self.sizes)))
         self.ranks = [self.rank]
@@ -197,7 +201,7 @@ class FeedingNode(SimAgent):
             done=frozenset(),
             min_slots=min_slots(1),
             chunk_attempts=3,
-            lease_deadline_s=3600.0,
+            lease_deadline_s=lease_deadline_s,
             record=b"",
             most_requests=rates.threads,
         )
@@ -237,7 +241,9 @@ class FeedingNode(SimAgent):
             self._waiting.setdefault(lease.chunk, []).append(transfer)
         elif isinstance(found, NoChunk):
             self._open.pop(transfer, None)
-            transfer.fetch.rank.not_there(transfer, "peer_slow" if found is NoChunk.TOO_SLOW else "peer_without_chunk")
+            if found is NoChunk.COMING and self.ledger.reads_store(LOAD, lease.chunk):
+                found = NoChunk.LATE
+            transfer.fetch.rank.not_there(transfer, REFUSALS[found.value])
         else:
             transfer.cached = found[1]
             self._free_turns -= 1
@@ -326,6 +332,7 @@ class FeedingRank(SimRank):
         self._avoid: dict[int, float] = {}  # node's number -> until when
         self._known: set[int] = set()  # nodes with a connection
         self.pace = Pace()
+        self.patience = PeerPatience()
 
     def _act(self) -> None:
         if not self.node.is_dead:
@@ -349,13 +356,15 @@ class FeedingRank(SimRank):
         clock = node.clock
         transfer = fetch.transfer = Transfer(fetch, source, clock.now_s)
         if source is None:
+            self.patience.reads_store(fetch.lease.lease_id, clock.now_s)
             transfer.to_send = fetch.missing
-            clock.after(node.rates.latency_s, lambda: node.store.begin(transfer))
+            clock.after(node.store_latency_s, lambda: node.store.begin(transfer))
         elif self._avoid.get(source.number, 0.0) > clock.now_s:
             self._failed(transfer, "peer_unavailable")
         elif source.is_dead:
             clock.after(READ_TIMEOUT_S if source.number in self._known else CONNECT_S, lambda: self._lost(transfer))
         else:
+            self.patience.asked(fetch.lease.chunk, clock.now_s)
             clock.after(node.rates.peer_latency_s, lambda: source.asked(transfer))
 
     def arrived(self, transfer: Transfer) -> None:
@@ -373,6 +382,7 @@ class FeedingRank(SimRank):
             server.over(transfer, received=True)
             commit = Commit(lease.lease_id, lease.chunk, source=PEER_READ, peer=fetch.at, failed_peers=fetch.failed)
         result = FetchedChunk(lease.lease_id, commit)
+        self.patience.ended(lease.lease_id, lease.chunk, now_s, came=True)
         self.state.fetch_ended(result, size_bytes, now_s - fetch.begun_s, now_s, size_bytes)
         self._act()
 
@@ -399,13 +409,27 @@ class FeedingRank(SimRank):
         transfer.ended = True
         if transfer.begun_s:
             self.pace.end(self.node.clock.now_s, 0)
+        if self.patience.waits_on(fetch.lease.chunk, cause, self.node.clock.now_s):
+            self._ask_again(fetch)
+            return
         self.causes[cause] = self.causes.get(cause, 0) + 1
-        fetch.failed += (fetch.at,) if cause != "peer_without_chunk" else ()
+        fetch.failed += (fetch.at,) if cause not in BLAMELESS else ()
         fetch.at += 1
         if fetch.at == len(fetch.lease.peers):
             self.state.turns_to_store(fetch.lease.lease_id, self.node.clock.now_s)
         if not self.node.is_dead:
             self._try(fetch)
+
+    def _ask_again(self, fetch: Fetch) -> None:
+        """Wait on, or return the lease in time for the store."""
+        lease_id, now_s = fetch.lease.lease_id, self.node.clock.now_s
+        if now_s - fetch.begun_s < fetch.lease.deadline_s / 3:
+            self._try(fetch)
+            return
+        del self.reads[lease_id]
+        self.patience.ended(lease_id, fetch.lease.chunk, now_s, came=False)
+        self.state.fetch_ended(FetchedChunk(lease_id), 0, now_s - fetch.begun_s, now_s)
+        self._act()
 
     def tick(self) -> None:
         """Give up nodes that send far more slowly than others did."""
@@ -424,7 +448,9 @@ class FeedingRank(SimRank):
 class Cluster:
     """All nodes of one load, and its store."""
 
-    def __init__(self, tables: ReplicaTables, rates: Rates, speeds: Sequence[tuple[float, float]]) -> None:
+    def __init__(
+        self, tables: ReplicaTables, rates: Rates, speeds: Sequence[tuple[float, float]], lease_deadline_s: float
+    ) -> None:
         """`speeds`: of each node, which part of the NIC's rate it sends and receives at."""
         self.clock = Clock()
         self.store = Uplink(self.clock, rates.store_bytes_s)
@@ -436,7 +462,7 @@ class Cluster:
         others: dict[str, FeedingNode] = {}
         for number, (up, down) in enumerate(speeds):
             links = up * rates.nic_bytes_s, down * rates.nic_bytes_s
-            node = FeedingNode(self.clock, number, members, tables, rates, self.store, others, *links)
+            node = FeedingNode(self.clock, number, members, tables, rates, self.store, others, *links, lease_deadline_s)
             others[f"{number}"] = node
             self.nodes.append(node)
 

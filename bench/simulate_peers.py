@@ -27,7 +27,10 @@ STANDSTILL_S = 600.0  # beyond ten times the limit
 
 @dataclass(frozen=True)
 class PeerCase:
-    """One simulated load. `slow_up`, `slow_down`: the slow nodes are slow in sending, in receiving."""
+    """One simulated load. `slow_up`, `slow_down`: the slow nodes are slow in sending, in receiving.
+
+    `store_delay_s`: requests of the last node to the store take so much longer.
+    """
 
     nodes: int
     chunks: int
@@ -35,6 +38,7 @@ class PeerCase:
     slow_up: bool = True
     slow_down: bool = False
     lost_every_s: float = 0.0  # a node is lost so often; 0: none
+    store_delay_s: float = 0.0
 
     @property
     def hops(self) -> int:
@@ -64,12 +68,14 @@ class PeerResult:
         return self.limit_s / self.load_s
 
 
-def simulate_peers(case: PeerCase, rates: Rates) -> PeerResult:
+def simulate_peers(case: PeerCase, rates: Rates, *, lease_deadline_s: float = 3600.0) -> PeerResult:
     """Simulate one load. Same input, same result."""
     slow = max(1, round(case.nodes * case.slow_share)) if case.slow_share else 0
     slow_speed = 1 / SLOW if case.slow_up else 1.0, 1 / SLOW if case.slow_down else 1.0
     tables = ReplicaTables.of_size(case.chunks, CHUNK_BYTES)
-    cluster = Cluster(tables, rates, [slow_speed] * slow + [(1.0, 1.0)] * (case.nodes - slow))
+    speeds = [slow_speed] * slow + [(1.0, 1.0)] * (case.nodes - slow)
+    cluster = Cluster(tables, rates, speeds, lease_deadline_s)
+    cluster.nodes[-1].store_latency_s += case.store_delay_s
     limit_s = case.limit_s(rates)
     if case.lost_every_s:
         first_s, number = min(case.lost_every_s, limit_s / 2), 0
@@ -77,7 +83,7 @@ def simulate_peers(case: PeerCase, rates: Rates) -> PeerResult:
             cluster.clock.at(when_s, functools.partial(_lose, cluster, cluster.nodes[case.nodes - 1 - number]))
             number += 1
     cluster.run(10 * limit_s + STANDSTILL_S)
-    healthy = [node for node in cluster.nodes[slow:] if not node.is_dead]
+    healthy = [node for node in cluster.nodes[slow : case.nodes - bool(case.store_delay_s)] if not node.is_dead]
     load_s = max(node.finished_s for node in healthy)
     causes: dict[str, int] = {}
     for node in cluster.nodes:

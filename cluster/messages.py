@@ -121,7 +121,7 @@ class Lends:
     load_id: str
     model: bytes  # the same for loads that can share chunks (`actors.node.lending.model_key`)
     key: bytes = field(repr=False)  # of `PeerSource`
-    bytes_per_s: float = 0.0  # that the node can send, if it is known
+    rates: tuple[float, float] = (0.0, 0.0)  # see `cluster.scheduling.topology.sending_weights`
     version: int = -1  # of the list of lenders that it has
     reads: bool = True  # see `Lender`
 
@@ -411,7 +411,8 @@ class NodeFacts:
     slot_bytes: int = 0  # slot size of its arena; 0: the coordinator's setting
     window_bytes: int = 0  # of the arena the window, which takes its memory at once
     peer: Peer | None = None  # where it serves chunks to other nodes; None: nowhere
-    peer_bytes_per_s: float = 0.0  # that it can send to them; 0: not known
+    peer_bytes_per_s: float = 0.0  # that it may send to them; 0: not set
+    peer_measured_bytes_per_s: float = 0.0  # that it sent to them before; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

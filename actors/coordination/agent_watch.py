@@ -50,7 +50,7 @@ from cluster.messages import (
     RankBeat,
 )
 from cluster.scheduling.load_state import LoadState
-from cluster.scheduling.topology import IdleNodes, sending_weight
+from cluster.scheduling.topology import IdleNodes, sending_weights
 from cluster.telemetry.counters import ClusterMetrics
 from cluster.telemetry.report import NodeStatus, SettingStatus
 from storage.errors import ArenaBusy, LongshoreError
@@ -108,12 +108,12 @@ class LenderLists:
             for node_id, (peer, lends) in sorted(self._nodes.items())
             if any(each.model == model for each in lends)
         }
-        best = max((lends.bytes_per_s for _, lends in first.values()), default=0.0)
+        weights = sending_weights({node_id: lends.rates for node_id, (_, lends) in first.items()})
         lenders = tuple(
             Lender(
                 node_id,
                 PeerSource(peer, lends.load_id, lends.key),
-                sending_weight(lends.bytes_per_s, best),
+                weights[node_id],
                 lends.reads,
             )
             for node_id, (peer, lends) in first.items()

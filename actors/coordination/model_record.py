@@ -26,7 +26,7 @@ from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
-from cluster.scheduling.topology import NodeInfo, sending_weight
+from cluster.scheduling.topology import NodeInfo, sending_weights
 from cluster.scheduling.update_state import RankStep, UpdateLife, UpdatePhase
 from cluster.telemetry.chunk_map import EventLog, LoadEvent
 from cluster.telemetry.counters import ClusterMetrics, LoadView
@@ -201,7 +201,7 @@ class ModelRecord:
     ending: asyncio.Task[None] | None = None  # frees what the model has: from then on no load is given it
     events: EventLog = field(default_factory=EventLog)  # for who watches
     metrics: ClusterMetrics | None = None  # that count this load
-    peer_rates: dict[str, float] = field(default_factory=dict)  # node id -> bytes per s that it can send to others
+    peer_rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # by node id, as for `sending_weights`
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -216,7 +216,7 @@ class ModelRecord:
         """Note where these nodes serve chunks to others, and how fast."""
         infos = list(infos)
         self.peers |= {info.node_id: info.peer for info in infos}
-        self.peer_rates |= {info.node_id: info.peer_bytes_per_s for info in infos}
+        self.peer_rates |= {info.node_id: (info.peer_bytes_per_s, info.peer_measured_bytes_per_s) for info in infos}
 
     def peer_moved(self, node_id: str, peer: Peer | None) -> bool:
         """Note where a node serves chunks, by its heartbeat. Return whether the load's other nodes should be told."""
@@ -259,12 +259,8 @@ class ModelRecord:
         ranks: dict[str, list[int]] = {}
         for rank, placement in sorted(self.placements.items()):
             ranks.setdefault(placement.node_id, []).append(rank)
-        best_bytes_per_s = max((self.peer_rates.get(node_id, 0.0) for node_id in ranks), default=0.0)
-        sends = {
-            node_id: self.peers.get(node_id)
-            for node_id in ranks
-            if sending_weight(self.peer_rates.get(node_id, 0.0), best_bytes_per_s)
-        }
+        weights = sending_weights({node_id: self.peer_rates.get(node_id, (0.0, 0.0)) for node_id in ranks})
+        sends = {node_id: self.peers.get(node_id) for node_id in ranks if weights[node_id]}
         found = tuple(NodePeer(node_id, tuple(ranks[node_id]), sends.get(node_id)) for node_id in sorted(ranks))
         same = (
             other

@@ -107,6 +107,7 @@ async def facts_of(
             slot_bytes=facts.slot_bytes,
             peer=facts.peer,
             peer_bytes_per_s=facts.peer_bytes_per_s,
+            peer_measured_bytes_per_s=facts.peer_measured_bytes_per_s,
         )
         for node_id, facts in zip(node_ids, answers, strict=True)
         if isinstance(facts, NodeFacts)

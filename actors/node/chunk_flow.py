@@ -294,7 +294,6 @@ class ChunkFlow:
             parts = job.part, cache, self.keys, self.queue
             digestless = self._chunks.hash_name is None
             self.peers = Lending(tables.lending, *parts, needs_digest=digestless, fetch=self._fetch_for_others)
-        self._now_s = now_s
         self._job = job
         self._cache = cache
         self._disk = disk
@@ -348,7 +347,13 @@ class ChunkFlow:
 
         A missing slot is the back-pressure on ranks. `place.short_of` names the reason.
         """
-        place.short_of, self._now_s = "slots", now_s
+        order = self._next_lease(place, now_s)
+        if order is None and place.short_of == "slots" and isinstance(self.peers, Lending):
+            self.peers.short(now_s)
+        return order
+
+    def _next_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
+        place.short_of = "slots"
         if self._readers is not None and place.in_hand >= self._readers.most:
             return None
         if place.process is None or not self._cache.reserve(self._job.part, self._job.min_slots):
@@ -356,7 +361,7 @@ class ChunkFlow:
         if self.peers is not None:
             self.peers.take_up()
         if isinstance(self.peers, Lending):
-            self.peers.forget(self._running())
+            self.peers.forget(self._running(), now_s)
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
             key = self.keys[chunk]
             if self._take_from_cache(chunk):
@@ -580,7 +585,7 @@ class ChunkFlow:
 
     def _fetch_for_others(self, chunk: int) -> bool:
         """Fetch the chunk for other nodes, as if a reader here had asked for it. Return False if none will read it."""
-        found = [] if self._readers is None else self._readers.asked_elsewhere(chunk, self._now_s)
+        found = [] if self._readers is None else self._readers.asked_elsewhere(chunk)
         for rank in found:
             self._need(rank, chunk)
         return bool(found) and self.queue.state(chunk) is ChunkState.PENDING
@@ -605,7 +610,13 @@ class ChunkFlow:
             return False
         kept = [chunk for chunk in self._readers.all_expected() if self._cache.kept(self.keys[chunk]) is not None]
         granted = {rank: place.granted for rank, place in self.ranks.items()}
-        return self._let_go(self._readers.drop(rank, chunk, kept, granted, now_s))
+        patience_s = self._job.group_patience_s
+        waiting = [
+            rank
+            for rank, place in self.ranks.items()
+            if not place.granted and not place.grantable and now_s - place.heard_s <= patience_s
+        ]
+        return self._let_go(self._readers.drop(rank, chunk, kept, granted, now_s, waiting))
 
     def drop_returned(self) -> bool:
         """Return True if slots may be free now that had chunks which readers gave back unread."""

@@ -9,26 +9,29 @@ they like. Each node knows the others that read the same model now, and every ch
 A node that is asked for a chunk which none of its readers has asked for yet fetches it, as if one of them had.
 
 Nodes never wait for each other in a circle. A node waits only for nodes with higher scores, or for one that is reading
-the chunk from the store. A node that does not begin to fetch the chunk within BEGIN_S is not waited for. While other
-chunks come to it, it has BUSY_BEGIN_S.
+the chunk from the store. A node is not waited for if it had no free slot for BEGIN_S, and nothing came to it meanwhile:
+its readers do not read. One that got no processor asked for no slot. It is waited for, while the rank that asks has
+patience (`cluster.scheduling.concurrency.PeerPatience`).
 
 A home that began later than other nodes asks these first: they may have the chunk, or be about to. It also asks nodes
 whose readers are done. They lend what their arenas still have, for LENDS_S.
 
 A chunk stays in the window for the nodes that read it from here, for PATIENCE_S. If other chunks need its slot it stays
-PRESSED_PATIENCE_S, except for nodes that go on reading and have not come so far. A node that did not come in time is
-*late*: nothing is kept for it until it asks again.
+PRESSED_PATIENCE_S. For nodes that go on reading and have not come so far it stays longer: a node waits with what it
+reads for others when half of its window is full of it. It waits PATIENCE_S in all for a node that does not catch up.
+A node that did not come in time is *late*: nothing is kept for it until it asks for a chunk that is still to come.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from actors.node.peer_exchange import PATIENCE_S, PRESSED_PATIENCE_S, Keys
+from actors.node.peer_exchange import MOST_PATIENCE_S, PATIENCE_S, PRESSED_PATIENCE_S, Keys
 from actors.node.peer_routes import FAN_OUT, LEFT_OUT_S, MOST_LEFT_OUT, MOST_SOURCES
 from cluster.messages import Commit, Lender, Members, PeerSource, credited
 from cluster.planning.packed_plan import SharedTables
@@ -39,12 +42,12 @@ from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
 from storage.peers import Asker, NoChunk, Peer
 
-BEGIN_S = 1.0  # a node that was asked for a chunk begins to fetch it within this, or is not waited for
-BUSY_BEGIN_S = 5.0  # instead, while other chunks come to it
+BEGIN_S = 5.0  # a node that has had no slot for so long, and to which nothing comes, is not waited for
 BEHIND = 64  # a node that asks for a chunk so much further on has passed this one
 LENDS_S = 600.0  # a load lends so long after its end
 MOST_MISSES = 16  # chunks that an earlier node did not have, one after the other: then it is not asked any more
 _KEPT_ORDERS = 4096
+_ON_THE_WAY = {ChunkState.PENDING, ChunkState.WAITING, ChunkState.LEASED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class LendingFacts:
     node_id: str
     model: bytes  # the same for all loads of the same chunks of the same objects
     key: bytes  # with which other nodes prove that they may ask this load
-    bytes_per_s: float  # see `Lends`
+    rates: tuple[float, float]  # see `Lends`
 
 
 def model_key(tables: SharedTables, store_identity: str) -> bytes:
@@ -177,7 +180,10 @@ class Lending:
         self._leased: Counter[int] = Counter()  # leases of a chunk that read other nodes
         self._digests: dict[int, bytes] = {}
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
-        self._asked_s: dict[int, float] = {}  # chunk that other nodes wait for and nobody fetches -> since when
+        self._short_s = math.inf  # since when no slot was free for a chunk
+        self._aside: list[int] = []  # a heap of chunks that are to be read for others, and have no room
+        self._pressed_s = -math.inf  # when a chunk needed the slot of one that is kept
+        self._held_s: dict[str, float] = {}  # how long chunks were kept for a node then, since it was not behind
         self._late: set[str] = set()
         self._come_s = -math.inf  # when the last chunk came
         self._heard: dict[str, tuple[float, int]] = {}  # node -> when it asked last, and for which chunk at most
@@ -217,11 +223,25 @@ class Lending:
     looks_no_further = False
 
     def has_room(self, chunk: int, running: Callable[[], Collection[str]]) -> bool:
-        """Return True: what is kept for others makes room when a chunk needs it (`drop`)."""
-        return True
+        """Return whether the chunk may be leased now. If not, set it aside: too much waits here for other nodes.
+
+        A chunk before all of these needs no room. So the first chunk that a node lacks always has some.
+        """
+        half = max(1, self._cache.window_slots // 2)
+        if len(self._kept) < half or chunk < min(self._kept) or not self._order.after(chunk, self._out) - self._late:
+            return True
+        self._queue.wait_for(chunk, ("aside", chunk))
+        heapq.heappush(self._aside, chunk)
+        return False
 
     def take_up(self) -> None:
-        """Change nothing: no chunk is set aside."""
+        """Let the first chunk that was set aside be leased."""
+        if self._aside:
+            self._queue.waiting_for([("aside", heapq.heappop(self._aside))])
+
+    def short(self, now_s: float) -> None:
+        """No slot is free for a chunk."""
+        self._short_s = min(self._short_s, now_s)
 
     def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool]:
         """Note a lease. Return the nodes to read the chunk from, in this order, and whether others wait for it."""
@@ -233,14 +253,16 @@ class Lending:
         sources = tuple(self._lenders[node] for node in nodes)
         self._leases[lease_id] = chunk, sources
         self._leased[chunk] += bool(sources)
-        self._asked_s.pop(chunk, None)
+        self._short_s = math.inf
         return sources, bool(self._order.after(chunk, self._out) - self._late)
 
     def _is_worth_asking(self, node: str) -> bool:
         return node not in self._out and self._earlier.get(node, MOST_MISSES) < MOST_MISSES
 
-    def forget(self, running: Collection[str]) -> None:
-        """Drop the leases that are not among `running`: they ended without the chunk."""
+    def forget(self, running: Collection[str], now_s: float) -> None:
+        """Drop the leases that are not among `running`: they ended without the chunk. Make room (`drop`)."""
+        if len(self._kept) >= max(1, self._cache.window_slots // 2):
+            self.drop(now_s)
         for lease_id in [lease_id for lease_id in self._leases if lease_id not in running]:
             self._end_lease(lease_id)
 
@@ -257,7 +279,7 @@ class Lending:
         A chunk that the arena keeps anyway needs no place in the window.
         """
         self._news.append(commit.chunk)
-        self._come_s = now_s
+        self._come_s, self._short_s = now_s, math.inf
         sources = self._end_lease(commit.lease_id)
         nodes = {source.peer: node_id for node_id, source in self._lenders.items()}
         for at in (at for at in commit.failed_peers if at < len(sources)):
@@ -273,22 +295,27 @@ class Lending:
         left = self._order.after(commit.chunk, self._out) - self._late
         if not left or commit.chunk in self._kept or self._cache.kept(self._keys[commit.chunk]) is not None:
             return
-        if len(self._kept) >= max(1, self._cache.window_slots // 2):
-            self._let_go(next(iter(self._kept)))
         if self._cache.pin(cached, self._pinner(commit.chunk), owner=self._part):
             self._kept[commit.chunk] = _Kept(cached, left, now_s)
 
     def drop(self, now_s: float) -> bool:
         """Let go of chunks that were kept for PRESSED_PATIENCE_S, as a chunk needs a slot. Return whether there were.
 
-        A node that has not come for one in that time is late.
+        A node that has not come for one in that time, and is not on its way, is late.
         """
+        pressed_s, self._pressed_s = now_s - self._pressed_s, now_s
+        if pressed_s < PRESSED_PATIENCE_S:  # else it was not pressed all the time
+            for node in set[str]().union(*(kept.left for kept in self._kept.values())):
+                self._held_s[node] = self._held_s.get(node, 0.0) + pressed_s
         return self._drop_older(now_s - PRESSED_PATIENCE_S, lambda chunk: self._is_on_its_way(chunk, now_s))
 
     def _is_on_its_way(self, chunk: int, now_s: float) -> bool:
-        """Return whether a node that has yet to read the chunk goes on reading, and has not come so far."""
-        heard = (self._heard.get(node, (-math.inf, 0)) for node in self._kept[chunk].left)
-        return any(now_s - heard_s <= PRESSED_PATIENCE_S and furthest <= chunk for heard_s, furthest in heard)
+        """Return whether a node that has yet to read the chunk goes on reading, has not come so far, and catches up."""
+        heard = ((node, *self._heard.get(node, (-math.inf, 0))) for node in self._kept[chunk].left)
+        return any(
+            now_s - heard_s <= PATIENCE_S and furthest <= chunk and self._held_s.get(node, 0.0) <= PATIENCE_S
+            for node, heard_s, furthest in heard
+        )
 
     def _drop_older(self, than_s: float, keeps: Callable[[int], bool] = lambda _: False) -> bool:
         old = [chunk for chunk, kept in self._kept.items() if kept.since_s < than_s and not keeps(chunk)]
@@ -313,22 +340,22 @@ class Lending:
         if is_before is None or cached is not None:
             return NoChunk.MISSING
         state = self._queue.state(chunk)
-        if state is ChunkState.LEASED:
-            return NoChunk.COMING if not is_before or not self._leased[chunk] else NoChunk.MISSING
-        if is_before:
-            return NoChunk.MISSING
-        if state is ChunkState.WAITING:
-            return NoChunk.COMING
-        if state is not ChunkState.PENDING and not self._fetch(chunk):
-            return NoChunk.MISSING
-        asked_s = now_s - self._asked_s.setdefault(chunk, now_s)
-        # While other chunks come, nodes do not wait for each other's slots.
-        goes_on = now_s - self._come_s < BEGIN_S and asked_s < BUSY_BEGIN_S
-        return NoChunk.COMING if asked_s < BEGIN_S or goes_on else NoChunk.MISSING
+        if is_before or (state not in _ON_THE_WAY and not self._fetch(chunk)):
+            reads_store = state is ChunkState.LEASED and not self._leased[chunk]
+            return NoChunk.COMING if reads_store else NoChunk.MISSING
+        self._late.discard(asker.node_id)
+        self._held_s.pop(asker.node_id, None)
+        goes_on = (
+            self._queue.state(chunk) is not ChunkState.PENDING or now_s - self._short_s < BEGIN_S or self.reads_store()
+        )
+        return NoChunk.COMING if goes_on else NoChunk.MISSING
+
+    def reads_store(self, chunk: int = -1) -> bool:
+        """Return whether the chunk is on its way from the store. -1: any chunk."""
+        return any(not sources and chunk in (-1, leased) for leased, sources in self._leases.values())
 
     def _asks(self, node_id: str, chunk: int, now_s: float) -> None:
-        """A node asks for a chunk: it is not late, and has passed those far before."""
-        self._late.discard(node_id)
+        """A node asks for a chunk: it has passed those far before."""
         if self._order.is_before(node_id, chunk) is not None:
             self._heard[node_id] = now_s, max(chunk, self._heard.get(node_id, (0.0, 0))[1])
         for other, kept in list(self._kept.items()):
@@ -372,8 +399,8 @@ class Lending:
     def look(self, now_s: float) -> bool:
         """Let go of chunks for which other nodes did not come in time. Return whether there were any."""
         self._out = {node: until_s for node, until_s in self._out.items() if until_s >= now_s}
-        self._asked_s = {chunk: asked_s for chunk, asked_s in self._asked_s.items() if now_s - asked_s < LEFT_OUT_S}
-        return self._drop_older(now_s - PATIENCE_S)
+        late = self._drop_older(now_s - PATIENCE_S, lambda chunk: self._is_on_its_way(chunk, now_s))
+        return self._drop_older(now_s - MOST_PATIENCE_S) or late
 
     def end(self, now_s: float) -> None:
         """Keep nothing for other nodes any more."""

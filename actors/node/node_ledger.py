@@ -313,7 +313,7 @@ class NodeLedger:
     def lends(self, now_s: float) -> tuple[Lends, ...]:
         """Return the loads of readers here that share chunks with those of other nodes, the ended ones last."""
         return tuple(
-            Lends(load.load_id, facts.model, facts.key, facts.bytes_per_s, lending.version, lending.ended_s > now_s)
+            Lends(load.load_id, facts.model, facts.key, facts.rates, lending.version, lending.ended_s > now_s)
             for load in (*self._loads.values(), *self._ended.values())
             if isinstance(lending := load.peers, Lending) and now_s - lending.ended_s < LENDS_S
             for facts in (lending.facts,)
@@ -357,6 +357,10 @@ class NodeLedger:
                 if not isinstance(found, NoChunk):
                     return load, found
         return why_not
+
+    def reads_store(self, load_id: str, chunk: int) -> bool:
+        """Return whether a chunk that another node waits for is on its way from the store."""
+        return any(load.peers is not None and load.peers.reads_store(chunk) for load in self._parts(load_id))
 
     def take_news(self) -> list[tuple[str, int]]:
         """Return (load, chunk) of what has come since the last call, as far as other nodes may wait for it."""

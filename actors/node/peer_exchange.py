@@ -49,7 +49,7 @@ SLOW_S = 10.0  # a slow node refuses the others of its load so long
 # Instead of PATIENCE_S, while other chunks find no room: for nodes that are silent, behind the others, or far beyond
 # the chunk. A node that is ahead of all others by half a window must not take them for late.
 PRESSED_PATIENCE_S = 1.0
-MOST_PATIENCE_S = 20.0  # as long as nodes wait for each other (`storage.peers.chunk_server`)
+MOST_PATIENCE_S = 20.0  # as long as nodes wait for each other (`PeerPatience`)
 BEGIN_PATIENCE_S = 20.0  # since the first chunk came, for nodes that have not begun
 PATIENT_FOR = 3  # but not less than so many times as the chunks that nodes ask for need to come: links may be slow
 LONG_LINE = 16  # requests for chunks that are here: a node with fewer is not slow
@@ -236,6 +236,10 @@ class PeerExchange:
         self._late.discard(node_id)
         self._asking[chunk, node_id] = now_s
         return NoChunk.COMING
+
+    def reads_store(self, chunk: int) -> bool:
+        """Return whether the chunk is on its way from the store."""
+        return any(lease.chunk == chunk and not lease.sources for lease in self._leases.values())
 
     def _is_slow(self, now_s: float) -> bool:
         """Return whether other nodes of the load should leave this one out."""

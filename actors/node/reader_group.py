@@ -28,7 +28,7 @@ the others:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,16 +96,16 @@ class ReaderGroup:
             self._expected[other].add(chunk)
         return found
 
-    def asked_elsewhere(self, chunk: int, now_s: float) -> list[int]:
+    def asked_elsewhere(self, chunk: int) -> list[int]:
         """Record that another node asks for the chunk. Return the readers here that expect it from now on.
 
-        None if no reader here is going to read it soon.
+        None if no reader here is going to read it. A reader without progress is not in the way: what it expects goes
+        when a slot is needed (`drop`).
         """
         found = [
             rank
             for rank, unread in self._unread.items()
             if chunk < len(unread) and unread[chunk] and chunk not in self._expected[rank]
-            if not self._begun or now_s - self._active_s[rank] <= self._patience_s
         ]
         for rank in found:
             self._expected[rank].add(chunk)
@@ -149,13 +149,20 @@ class ReaderGroup:
             self._settle(rank, chunk)
 
     def drop(
-        self, rank: int, wanted: int, kept: Iterable[int], granted: Mapping[int, Iterable[int]], now_s: float
+        self,
+        rank: int,
+        wanted: int,
+        kept: Iterable[int],
+        granted: Mapping[int, Iterable[int]],
+        now_s: float,
+        waiting: Collection[int] = (),
     ) -> list[tuple[int, int]]:
         """Drop expectations because the reader gets no slot for the `wanted` chunk. Return them as (reader, chunk).
 
         Those on chunks in `kept`, which the arena keeps besides, go first. If there are none, those that were returned
         go. Then goes the last that the reader itself expects, if it is the one that needs the chunk. Then go those of
-        idle readers, with what these asked for and were not `granted`.
+        idle readers, with what these asked for and were not `granted`. A reader in `waiting` lives and has nothing to
+        read: it is not idle if it asked for chunks.
         """
         cheap = set(kept)
         found = [(rank, chunk) for rank, chunks in self._expected.items() for chunk in chunks & cheap]
@@ -164,7 +171,11 @@ class ReaderGroup:
         if not found and wanted in self._admitted[rank] and self._expected[rank]:
             found = [(rank, max(self._expected[rank]))]
         if not found:
-            idle = [rank for rank, active_s in self._active_s.items() if now_s - active_s > self._patience_s]
+            idle = [
+                rank
+                for rank, active_s in self._active_s.items()
+                if now_s - active_s > self._patience_s and not (rank in waiting and self._admitted[rank])
+            ]
             found = [(rank, chunk) for rank in idle for chunk in self._expected[rank]]
             for rank in idle:
                 again = sorted(self._admitted[rank] - set(granted[rank]), reverse=True)

@@ -32,6 +32,7 @@ from cluster.messages import (
     LeaseOrder,
 )
 from cluster.planning.packed_plan import SharedTables
+from cluster.scheduling.concurrency import PeerPatience
 from cluster.scheduling.retry import Fail, cause_of, decide
 from cluster.telemetry.logs import LogFields
 from cluster.telemetry.stats import StageTimes
@@ -203,11 +204,16 @@ def _passed_digest(lease: LeaseOrder, parts: Sequence[memoryview]) -> bytes:
     return hasher.digest()
 
 
+# Status of another node's answer -> why it sent no chunk, as it is counted among the retries.
+REFUSALS = {404: "peer_without_chunk", 425: "peer_waits", 503: "peer_slow", 504: "peer_late"}
+BLAMELESS = ("peer_without_chunk", "peer_waits")  # these nodes are asked for other chunks
+
+
 def _why_not(error: LongshoreError) -> str:
     """Return why another node did not send a chunk, as it is counted among the retries."""
     if isinstance(error, IntegrityError):
         return "peer_damaged"
-    return {404: "peer_without_chunk", 503: "peer_slow"}.get(error.details.get("status", 0), "peer_unavailable")
+    return REFUSALS.get(error.details.get("status", 0), "peer_unavailable")
 
 
 def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
@@ -241,6 +247,7 @@ class ChunkFetcher:
         self._arena: Arena | None = None
         self._peers: PeerClient | None = None
         self._peers_lock = threading.Lock()
+        self._patience = PeerPatience()  # with `_peers_lock`
         self._node_id = ""
         self._carrier: PeerCarrier = "http"
         # Waits for another try: (cause, seconds, a part has arrived). May return early.
@@ -325,6 +332,9 @@ class ChunkFetcher:
                 fetched = self._fetch(lease, read, limit, disk)
             finally:
                 del self._running[lease.lease_id]
+            with self._peers_lock:
+                came = fetched.commit is not None
+                self._patience.ended(lease.lease_id, lease.chunk, time.monotonic(), came=came)
         if fetched.failure is not None:
             empty_frames(fetched.failure.error)  # a failure that no message takes along would keep the arena mapped
         return fetched
@@ -358,6 +368,11 @@ class ChunkFetcher:
             peer = sources[at] if at < len(sources) else None
             tries += peer is None
             before_bytes = read.arrived_bytes
+            with self._peers_lock:
+                if peer is None:
+                    self._patience.reads_store(lease.lease_id, time.monotonic())
+                else:
+                    self._patience.asked(lease.chunk, time.monotonic())
             try:
                 read.read(peer)
                 self._overtake(lease)
@@ -378,17 +393,21 @@ class ChunkFetcher:
                 break
             if peer is not None:  # the rest comes from the next one, or from the store
                 cause = _why_not(error)
+                if self._waits_on(lease.chunk, cause):
+                    if time.monotonic() < give_up_s:
+                        continue
+                    break  # it is to be leased again: the store must have its time in any lease
                 retries[cause] = retries.get(cause, 0) + 1
                 if read.arrived_bytes < before_bytes:
                     came.clear()  # the bytes were damaged, and all come again
                 elif read.arrived_bytes > before_bytes:
                     came[at] = read.arrived_bytes - before_bytes
-                failed_peers += (at,) if cause != "peer_without_chunk" else ()
+                failed_peers += (at,) if cause not in BLAMELESS else ()
                 # Nodes that hang, one after the other, must leave the store its time.
                 at = at + 1 if time.monotonic() < give_up_s else len(sources)
                 about = replace(self._about, chunk=lease.chunk, cause=cause).extra
                 _LOG.log(
-                    logging.DEBUG if cause == "peer_without_chunk" else logging.INFO,
+                    logging.DEBUG if cause in BLAMELESS else logging.INFO,
                     "a chunk does not come from a node: %s",
                     str(error),
                     extra=about,
@@ -412,6 +431,10 @@ class ChunkFetcher:
                 return FetchedChunk(lease.lease_id, None, failure, retries)
             self.pause(cause, decision.delay_s, read.arrived_bytes > 0)
         return FetchedChunk(lease.lease_id, retries=retries)
+
+    def _waits_on(self, chunk: int, cause: str) -> bool:
+        with self._peers_lock:
+            return self._patience.waits_on(chunk, cause, time.monotonic())
 
     def _peers_of(self, lease: LeaseOrder) -> list[PeerChunk]:
         if not lease.peers:

@@ -21,6 +21,8 @@ always find that more requests bring more bytes, because it takes them from the 
 
 The second fetch has a slot of its own. Whichever fetch succeeds first ends the other. A chunk is hedged once, because a
 third request does not help when the store stays slow. Deadlines and budgets (`cluster.scheduling.retry`) still apply.
+
+`PeerPatience` decides how long a rank waits for a chunk that another node is about to read from the store.
 """
 
 from __future__ import annotations
@@ -228,6 +230,61 @@ class StoreAhead:
         elif not self.allowed:
             self.allowed, self._rates[True] = True, 0.0
         self._left = TRIAL_REQUESTS if self.allowed else self._rest
+
+
+PATIENT_FOR = 4  # times that a chunk takes this node
+LEAST_PATIENCE_S = 5.0  # a process that gets no processor for a while is no slow store
+CHAIN_PATIENCE_S = 20.0  # instead, for a node that waits itself: for a third one that is gone, or for a slot
+
+
+class PeerPatience:
+    """How long one rank waits for other nodes to get chunks from the store. Not thread-safe; the caller holds a lock.
+
+    It waits PATIENT_FOR times as long as its own chunks take. So where the store is slow for all nodes, they wait for
+    each other, and no chunk is read twice. A node whose store alone is slow keeps the others for a few chunks' time.
+    """
+
+    def __init__(self) -> None:
+        self._took_s: dict[bool, deque[float]] = {True: deque(maxlen=RECENT), False: deque(maxlen=RECENT)}
+        self._running: dict[str, float] = {}  # lease of a chunk that comes from the store -> when it began
+        self._asked: dict[int, float] = {}  # chunk that others were asked for -> when first
+
+    def reads_store(self, lease_id: str, now_s: float) -> None:
+        """Record that a chunk is read from the store now."""
+        self._running.setdefault(lease_id, now_s)
+
+    def ended(self, lease_id: str, chunk: int, now_s: float, *, came: bool) -> None:
+        """Record the end of a lease. `came`: it has brought its chunk."""
+        begun_s = self._running.pop(lease_id, None)
+        asked_s = self._asked.pop(chunk, None) if came else None
+        since_s = asked_s if begun_s is None else begun_s
+        if came and since_s is not None:
+            self._took_s[begun_s is not None].append(now_s - since_s)
+
+    def asked(self, chunk: int, now_s: float) -> None:
+        """Record that another node is asked for the chunk."""
+        self._asked.setdefault(chunk, now_s)
+
+    def waits_on(self, chunk: int, cause: str, now_s: float) -> bool:
+        """Return whether to ask again a node that does not have the chunk yet.
+
+        Args:
+            cause: "peer_late" if it reads the store, "peer_waits" if it waits for a slot or for a third node.
+        """
+        least_s = {"peer_late": LEAST_PATIENCE_S, "peer_waits": CHAIN_PATIENCE_S}.get(cause)
+        if least_s is None or chunk not in self._asked:
+            return False
+        waited_s, usual_s = now_s - self._asked[chunk], self._usual_s(now_s)
+        return usual_s is None or waited_s < max(least_s, PATIENT_FOR * usual_s)
+
+    def _usual_s(self, now_s: float) -> float | None:
+        """Return the time that a chunk takes. None: nothing has come, so nobody is known to be faster."""
+        ages_s = [now_s - begun_s for begun_s in self._running.values()]
+        if own_s := self._took_s[True]:
+            return max(median(own_s), min(ages_s, default=0.0))
+        if ages_s:
+            return max(ages_s)
+        return median(self._took_s[False]) if self._took_s[False] else None
 
 
 class Hedges:

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from cluster.errors import ConfigError, NodeLost, NotEnoughResources
 from cluster.layouts.mesh import Layout
@@ -44,7 +45,8 @@ class NodeInfo:
     pools: tuple[MemoryPool, ...] = ()  # the pools of its memory; empty: only `memory_free_bytes` is known
     kept_bytes: int = 0  # host memory that idle workers keep for the load that reuses them
     peer: Peer | None = None  # where its agent serves chunks to other nodes
-    peer_bytes_per_s: float = 0.0  # that it can send to them; 0: not known
+    peer_bytes_per_s: float = 0.0  # that it may send to them; 0: not set
+    peer_measured_bytes_per_s: float = 0.0  # that it sent to them before; 0: not known
     held_share: float = 0.0  # part of the model's chunks that its arena or disk has, as far as is known
 
 
@@ -373,16 +375,29 @@ def _has_room(
     return sum(free) >= layout.ranks
 
 
-SLOW_SHARE = 0.25  # of the rate of the fastest node: one below this only receives
+SLOW_SHARE = 0.25  # of the largest set rate, or of the median of those measured: a node below this only receives
 
 
-def sending_weight(bytes_per_s: float, best_bytes_per_s: float) -> float:
-    """Return a node's share of the chunks that others read from it, 0.0 to 1.0, where 1.0 is that of the fastest node.
+def sending_weights(rates: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return each node's share of the chunks that others read from it, 0.0 to 1.0, where 1.0 is that of the fastest.
 
-    A node whose rate is not known counts as one of the fastest. One below SLOW_SHARE sends nothing, or all would wait.
+    A node whose rate is not set counts as one of the fastest. One below SLOW_SHARE sends nothing, or all would wait.
+    A measured rate only decides that: it differs a little from load to load.
+
+    Args:
+        rates: By node, the bytes per second that it may send by its settings, and those that it was measured to send.
+            0.0 for what is not known.
     """
-    share = bytes_per_s / best_bytes_per_s if bytes_per_s and best_bytes_per_s else 1.0
-    return share if share >= SLOW_SHARE else 0.0
+    best_bytes_per_s = max((set_rate for set_rate, _ in rates.values()), default=0.0)
+    known = [measured for _, measured in rates.values() if measured]
+    usual_bytes_per_s = median(known) if known else 0.0
+
+    def weight(set_rate: float, measured: float) -> float:
+        share = set_rate / best_bytes_per_s if set_rate else 1.0
+        is_slow = share < SLOW_SHARE or (not set_rate and 0 < measured < SLOW_SHARE * usual_bytes_per_s)
+        return 0.0 if is_slow else share
+
+    return {node_id: weight(*pair) for node_id, pair in rates.items()}
 
 
 READERS_AGENT_S = 600.0  # an agent that only readers have used ends so long after the last of them

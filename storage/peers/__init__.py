@@ -23,6 +23,7 @@ ASKER_HEADER = "X-Longshore-Asker"  # id of the node that asks
 LEFT_HEADER = "X-Longshore-Left"  # `Asker.share_left`, 0.0 to 1.0
 CARRIER_HEADER = "X-Longshore-Carrier"  # "nixl": the receiver can use NIXL
 PLACE_HEADER = "X-Longshore-Place"  # address of the range, for NIXL
+WAIT_S = 5.0  # longest wait of one request for a chunk that is on its way to the node that was asked
 ALIVE_S = 1.0  # a node says so often that it is alive, while the other waits for a chunk that is to come
 READ_TIMEOUT_S = 4.0  # a node that says nothing for this long is left out
 PATIENCE_S = 10.0  # a receiver that takes no byte, or does not say that it has all, loses its hold after this
@@ -52,7 +53,8 @@ class NoChunk(enum.Enum):
     """Reason why a node does not send a chunk now. The value is the status of its answer."""
 
     MISSING = 404  # it is not here, and does not come
-    COMING = 100  # it is on its way to this node: the other waits
+    COMING = 425  # it is on its way to this node: the other waits, and asks again
+    LATE = 504  # the same, and this node reads the store for it
     TOO_SLOW = 503  # this node is far slower than others, who should leave it out
 
 

@@ -4,6 +4,7 @@
         --> 206, and the bytes by sendfile; the chunk's slot stays held until the receiver sends an empty line
         --> 200, to X-Longshore-Carrier: nixl: no bytes, but where NIXL can read them (`nixl_carrier`)
         --> 100 every second, while the chunk is on its way to this node or others are sent theirs before
+        --> 425: it has not come in WAIT_S; 504: and this node reads the store for it
         --> 404: not here; 410: another incarnation of this node is meant; 503: this node is too slow: leave it out
         --> 401 with a nonce: the first request of each connection is refused so, and proofs are made with its nonce
 
@@ -50,11 +51,13 @@ from storage.peers import (
     PATIENCE_S,
     PLACE_HEADER,
     REALM,
+    WAIT_S,
     Asker,
     NoChunk,
     proof,
 )
 from storage.peers.nixl_carrier import RegisteredWindow
+from storage.peers.peer_client import Pace
 from storage.stores.http_get import set_timer
 from storage.stores.object_store import ByteRange
 
@@ -64,7 +67,6 @@ HEAD_S = 10.0  # a connection that has proved nothing yet, and the head of any r
 HEAD_BYTES = 8192  # longest head after its first line: strangers use little memory
 IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs for a shorter time
 SENDING = 8  # connections that send at one time: with fewer, slow receivers keep the link from others
-WAIT_S = 20.0  # longest wait for a chunk that is on its way to this node
 TURN_S = 20.0  # longest wait for a turn: receivers that have stopped must not keep the others waiting
 PIECE_BYTES = 1 << 20  # between two looks at the rate; less where the rate is low
 PROGRESS_MS = 1  # between two calls of NIXL while a receiver READs
@@ -215,6 +217,11 @@ class ChunkServer:
         """Return the bytes of chunks that were sent so far."""
         return self._server.sent_bytes
 
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the rate at which chunks were sent while there was one to send. 0.0: it is not known."""
+        return self._server.pace.bytes_per_s(time.monotonic())
+
     def close(self) -> None:
         """End every connection, and return when each has let its chunk go. Nobody READs any more. Idempotent."""
         self._server.end()
@@ -239,6 +246,7 @@ class _Server(socketserver.ThreadingTCPServer):
     ) -> None:
         self.shelf, self.rate, self.patience_s, self.window = shelf, rate, patience_s, window
         self.turns = Turns(SENDING, TURN_S)
+        self.pace = Pace()
         self.most_connections = most_connections
         self.open: set[socket.socket] = set()
         self._handlers: set[threading.Thread] = set()
@@ -385,10 +393,12 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(found, NoChunk):
             self._refuse(found.value)
         else:
-            received = False
+            received, wanted = False, ByteRange(int(asked[1]), max(int(asked[1]), int(asked[2]) + 1))
+            self.server.pace.begin(time.monotonic())
             try:
-                received = self._send(found, ByteRange(int(asked[1]), max(int(asked[1]), int(asked[2]) + 1)))
+                received = self._send(found, wanted)
             finally:
+                self.server.pace.end(time.monotonic(), wanted.size_bytes if received else 0)
                 if not received and self.close_connection:
                     self._reset()
                 found.release(received)
@@ -397,15 +407,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the chunk, held, or why not. Waits for one that is on its way."""
         left = self.headers.get(LEFT_HEADER, "")
         asker = Asker(self.headers.get(ASKER_HEADER, ""), float(left) if _LEFT.fullmatch(left) else None)
+        found: ServedChunk | NoChunk = NoChunk.MISSING
         for _ in range(int(WAIT_S / ALIVE_S)):
             try:
                 found = self.server.shelf.take(load_id, chunk, asker, ALIVE_S)
             except LongshoreError:
                 return NoChunk.MISSING
-            if found is not NoChunk.COMING:
-                return found
+            if found not in (NoChunk.COMING, NoChunk.LATE):
+                break
             self._say_alive()
-        return NoChunk.MISSING
+        return found
 
     def _say_alive(self) -> None:
         """Let a receiver that waits know that this node lives (RFC 9110, section 15.2.1)."""

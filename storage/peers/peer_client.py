@@ -59,6 +59,8 @@ _READ_S = PATIENCE_S - 2.0  # for a range by NIXL, well before the peer gives it
 TOO_SLOW = 24.0  # times slower than this node's other bodies: a healthy peer may send 8 at one time, not quite evenly
 GRACE_S = 4.0  # before anybody is called slow
 _REMEMBERS_S = 10.0  # of receiving
+ENOUGH_BODIES = 16  # to know a link's rate
+KNOWN_S = 600.0  # after this a link may be another one: a node that was slow is tried again
 
 
 class _Connection:
@@ -71,7 +73,7 @@ class _Connection:
 
 
 class Pace:
-    """Rate at which bodies come to this node, to notice one that is far slower than the others. Thread-safe.
+    """Rate at which bodies come to a node, to notice one that is far slower than the others, or leave it. Thread-safe.
 
     All that come at one time share the node's link. So each is expected to get its share of what comes in all.
     """
@@ -79,8 +81,16 @@ class Pace:
     def __init__(self) -> None:
         self._bodies = 0  # that come now
         self._bytes = self._busy_s = 0.0  # of bodies that have come; time with at least one. Both fade.
-        self._since_s = 0.0
+        self._since_s = self._ended_s = 0.0
+        self._ended = 0  # bodies, ever
         self._lock = threading.Lock()
+
+    def bytes_per_s(self, now_s: float) -> float:
+        """Return the rate of all bodies together while there was any. 0.0: there were too few, or none for KNOWN_S."""
+        with self._lock:
+            self._look(now_s)
+            known = self._ended >= ENOUGH_BODIES and self._busy_s > 0 and now_s - self._ended_s < KNOWN_S
+            return self._bytes / self._busy_s if known else 0.0
 
     def begin(self, now_s: float) -> None:
         """A body begins to come."""
@@ -93,6 +103,7 @@ class Pace:
         with self._lock:
             self._look(now_s)
             self._bodies -= 1
+            self._ended, self._ended_s = self._ended + 1, now_s
             self._bytes += size_bytes
             if self._busy_s > _REMEMBERS_S:
                 self._bytes, self._busy_s = self._bytes / 2, self._busy_s / 2
@@ -162,7 +173,8 @@ class PeerClient:
 
         Raises:
             PeerUnavailable: The peer does not have the chunk, does not answer, stopped, or is far too slow. Its detail
-                `received_bytes` is how many bytes are in the pieces. A `status` of 404: only the chunk is missing.
+                `received_bytes` is how many bytes are in the pieces. A `status` of 404: only the chunk is missing. 425
+                or 504: it is still on its way to the peer.
             ReadEnded: `limit` was ended.
         """
         limit, received = limit or ReadLimit(), Received()
@@ -172,10 +184,11 @@ class PeerClient:
         path = chunk_path(load_id, chunk)
         try:
             nixl = self._nixl if self._nixl is not None and self._nixl.can_read(peer) else None
-            left = self._read(peer, path, key, byte_range, pieces, limit, received, where, nixl, passed)
+            about = limit, received, where
+            left = self._read(peer, path, key, byte_range, pieces, *about, nixl, passed)
             if left is not None:
                 rest = ByteRange(byte_range.start + received.bytes, byte_range.end)
-                self._read(peer, path, key, rest, left, limit, received, where, None, passed)
+                self._read(peer, path, key, rest, left, *about, None, passed)
         except (OSError, http.client.HTTPException, StoreUnavailable, RangeMismatch) as error:
             if limit.ended:
                 raise ReadEnded("the read was ended", received_bytes=received.bytes, **where) from error
@@ -218,7 +231,7 @@ class PeerClient:
                 keep = left is None and self._acknowledge(connection)
                 return left
             if response.status != 206:
-                keep = response.status in (404, 503) and not response.read()
+                keep = response.status in (404, 425, 503, 504) and not response.read()
                 _refused(response.status, where)
             length = response.getheader("Content-Length", "")
             if length != str(byte_range.size_bytes) or response.getheader("Transfer-Encoding"):
@@ -275,10 +288,10 @@ class PeerClient:
             NODE_HEADER: connection.peer.node,
             ASKER_HEADER: self._asker,
         }
-        if self.share_left is not None:
-            headers[LEFT_HEADER] = f"{self.share_left:.6f}"
         if by_nixl:
             headers[CARRIER_HEADER] = "nixl"
+        if self.share_left is not None:
+            headers[LEFT_HEADER] = f"{self.share_left:.6f}"
         if connection.nonce:
             headers["Authorization"] = f"{REALM} {proof(key, connection.nonce, path, range_header)}"
         return send_get(connection.http, path, headers, limit)[1]
@@ -376,7 +389,9 @@ def _refused(status: int, where: dict[str, Any]) -> NoReturn:
         401: "it does not know the load",
         404: "it does not have the chunk",
         410: "its agent was restarted",
+        425: "the chunk is still on its way to it",
         503: "it is far slower than others",
+        504: "it still reads the chunk from the store",
     }
     raise PeerUnavailable(
         f"a node sent no chunk: {why.get(status, 'it answered in no known way')}", status=status, **where

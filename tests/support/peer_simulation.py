@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from actors.node.node_load import NodeLoad
 from actors.rank.state import FetchedChunk
 from cluster.messages import PEER_READ, Commit, LeaseOrder, NodePeer, Orders, PeerSource, RankHello, RankUpdate
+from cluster.scheduling.concurrency import CHAIN_PATIENCE_S
 from storage.arena.slots import CachedChunk
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
 from storage.peers import READ_TIMEOUT_S, Asker, NoChunk, Peer
-from storage.peers.chunk_server import WAIT_S
 from tests.support.node_simulation import NodeSimulation, SimLoad, SimModel, SimRank, check_sources
 
 CONNECT_TIMEOUT_S = 2.0  # see storage.peers.peer_client
@@ -249,7 +249,7 @@ class ServingNode(NodeSimulation):
         if not isinstance(found, NoChunk):
             request.load, request.cached = found
             request.sent_s = self.now_s
-        elif found is not NoChunk.COMING or self.now_s - request.begun_s > WAIT_S:
+        elif found is not NoChunk.COMING or self.now_s - request.begun_s > CHAIN_PATIENCE_S:
             request.refused = found
             self.requests.remove(request)
 

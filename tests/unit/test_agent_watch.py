@@ -264,6 +264,12 @@ def test_a_node_that_is_known_to_be_slow_only_receives() -> None:
     record.note_peers(NodeInfo(node, node, peer=peers[node], peer_bytes_per_s=rate) for node, rate in rates.items())
     assert {node.node_id: node.peer for node in record.members().nodes} == {**peers, "b": None}
 
+    measured = {"a": 4e9, "b": 0.5e9, "c": 2.2e9}  # in an earlier load
+    record.note_peers(
+        NodeInfo(node, node, peer=peers[node], peer_measured_bytes_per_s=rate) for node, rate in measured.items()
+    )
+    assert {node.node_id: node.peer for node in record.members().nodes} == {**peers, "b": None}
+
 
 def test_status_omits_agents_that_were_ended(ray_of: Ray) -> None:
     ray_of.living |= {"busy", "idle"}

@@ -9,21 +9,35 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.rank import chunk_fetcher
 from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk, StageClock
-from cluster.messages import LeaseOrder
+from cluster.messages import PEER_READ, LeaseOrder, PeerSource
 from cluster.planning.packed_plan import SharedTables
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import digest_of
-from storage.errors import IntegrityError, ObjectChanged, ObjectNotFound, RangeMismatch, ReadEnded, StoreUnavailable
+from storage.errors import (
+    IntegrityError,
+    ObjectChanged,
+    ObjectNotFound,
+    PeerUnavailable,
+    RangeMismatch,
+    ReadEnded,
+    StoreUnavailable,
+)
+from storage.peers import Peer
+from storage.peers.peer_client import PeerClient
 from storage.store_ref import Credentials, StoreRef
 from storage.stores.local import LocalStore
 from storage.stores.object_store import PIECE_BYTES, ByteRange, MemoryStore, ObjectStore
@@ -154,6 +168,47 @@ def test_a_file_truncated_in_the_middle_of_a_chunk_fails_it(
     assert isinstance(result.failure.error, kind)
     assert result.retries["short_read"] == 1
     assert memory[PIECE_BYTES + 7 :] == b"\xaa" * (SIZE_BYTES - PIECE_BYTES - 7)
+
+
+@pytest.mark.parametrize(("status", "cause"), [(425, "peer_waits"), (504, "peer_late")])
+def test_a_node_that_waits_for_the_store_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, status: int, cause: str
+) -> None:
+    """The rank asks for four times as long as a chunk takes, and leaves the store its time in each lease."""
+    begun_s, asked, comes_at = time.monotonic(), 0, 3
+
+    def read(*about: Any, **_: Any) -> None:
+        nonlocal asked
+        asked += 1
+        if asked != comes_at:
+            raise PeerUnavailable("it does not have the chunk yet", status=status)
+        at = CHUNK.start
+        for piece in about[-1]:
+            piece[:] = DATA[at : at + len(piece)]
+            at += len(piece)
+
+    monkeypatch.setattr(PeerClient, "read", read)
+    monkeypatch.setattr(chunk_fetcher, "time", SimpleNamespace(monotonic=lambda: begun_s + 5.0 * asked))
+    source = PeerSource(Peer("10.0.0.1", 1, "agent"), "llama", b"key")
+    memory = bytearray(SIZE_BYTES)
+    with fetching(MemoryStore({"model": DATA}), tables(None)) as fetcher:
+
+        def fetch_once(lease_id: str) -> FetchedChunk:
+            order = LeaseOrder(lease_id, 0, 0, 60.0, peers=(source,))
+            return fetcher.fetch(order, [memoryview(memory)], fetcher.clock())
+
+        first = fetch_once("lease")
+        assert first.commit is not None
+        assert (first.commit.source, first.retries) == (PEER_READ, {})
+        assert memory == DATA[CHUNK.start : CHUNK.end]
+        # It took 15 s. Each lease is returned after a third of its 60 s.
+        assert fetch_once("returned") == fetch_once("returned") == FetchedChunk("returned")
+        assert asked == 3 + 2 * 20 / 5
+        last = fetch_once("last")
+        assert last.commit is not None
+        assert (last.commit.source, last.retries) == ("", {cause: 1})
+        assert last.commit.failed_peers == (() if cause == "peer_waits" else (0,))
+        assert asked == 3 + 4 * 15 / 5
 
 
 @pytest.mark.parametrize("arrived_bytes", [0, 12_345])

@@ -15,7 +15,7 @@ import pytest
 from storage.errors import PeerUnavailable, ReadEnded, StoreError
 from storage.peers import Asker, NoChunk, Peer, chunk_path, chunk_server, peer_client, proof
 from storage.peers.chunk_server import ChunkServer, ServedChunk, Turns
-from storage.peers.peer_client import GRACE_S, MAX_IDLE, Pace, PeerClient
+from storage.peers.peer_client import ENOUGH_BODIES, GRACE_S, MAX_IDLE, Pace, PeerClient
 from storage.stores.object_store import ByteRange, cut
 from storage.stores.requests import ReadLimit
 from tests.support.ray_clusters import eventually
@@ -112,6 +112,32 @@ def test_a_chunk_and_its_parts(server: ChunkServer, client: PeerClient, shelf: S
     eventually(lambda: shelf.held == 0, "the chunk stays held")
     assert shelf.received == 4
     assert server.sent_bytes == CHUNK_BYTES + 2 + 2 * MIB - 5
+
+
+@pytest.mark.parametrize("why_not", [NoChunk.COMING, NoChunk.LATE])
+def test_a_chunk_that_does_not_come_in_time_may_come_yet(
+    server: ChunkServer, client: PeerClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, why_not: NoChunk
+):
+    monkeypatch.setattr(shelf, "take", lambda *_: why_not)
+    with pytest.raises(PeerUnavailable) as raised:
+        read(client, peer_of(server))
+    assert raised.value.details["status"] == why_not.value
+    assert server.connections == 1  # it is used for the next request
+    monkeypatch.undo()
+    assert read(client, peer_of(server)) == shelf.data
+
+
+def test_the_rate_of_the_link_is_measured(shelf: Shelf, client: PeerClient):
+    rate_bytes_per_s, part = 8e6, ByteRange(0, 1 << 16)
+    server = ChunkServer(shelf, "127.0.0.1", 0, rate_bytes_per_s=rate_bytes_per_s)
+    try:
+        for _ in range(ENOUGH_BODIES):
+            assert server.bytes_per_s == 0.0
+            read(client, peer_of(server), part)
+        eventually(lambda: server.bytes_per_s, "it knows no rate")
+        assert server.bytes_per_s < 1.5 * rate_bytes_per_s
+    finally:
+        server.close()
 
 
 def test_many_readers(server: ChunkServer, client: PeerClient, shelf: Shelf):

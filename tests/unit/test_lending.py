@@ -19,6 +19,7 @@ from actors.rank.state import RankIdentity
 from actors.reader.model_reader import ModelReader
 from cluster.messages import AgentBeat, BeatReply, FetchSettings, Lends
 from cluster.planning.packed_plan import SharedTables
+from cluster.scheduling.topology import sending_weights
 from storage.checkpoints.checkpoint import open_model
 from storage.host.processes import ProcessId
 from storage.peers import Peer
@@ -73,7 +74,7 @@ class Nodes:
         self.failed: list[BaseException] = []
 
     def open(self, node: Node) -> ModelReader:
-        load_id = node.begin(self.plan, f"reader-{node.node_id}", on_demand=True, group_patience_s=1.0)
+        load_id = node.begin(self.plan, f"reader-{node.node_id}", on_demand=True)
         return ModelReader(
             node.agent,
             SharedTables(self.plan.shards, self.plan.chunks, self.plan.cut),
@@ -94,10 +95,7 @@ class Nodes:
             self.failed.append(error)
 
     def read_all(self) -> None:
-        """Open a reader on each node, let all read the whole model at one time, and check that the store sent it once.
-
-        On a machine that is busy with something else, a node now and then does not begin in time, and reports it.
-        """
+        """Let a reader on each node read the whole model, at one time, and check that the store sent it once."""
         readers = [self.open(node) for node in self.nodes]
         work = [threading.Thread(target=self.read, args=(reader,)) for reader in readers]
         for thread in work:
@@ -108,11 +106,10 @@ class Nodes:
         for reader in readers:
             reader.close()
         assert self.failed == []
-        counted = sum(report.retries.get("peer_without_chunk", 0) for report in reports)
-        again_bytes = self.store.read_bytes - self.read_once_bytes
-        assert 0 <= again_bytes <= counted * CHUNK_BYTES
-        assert again_bytes < self.read_once_bytes / 20, [report.retries for report in reports]
+        assert self.store.read_bytes == self.read_once_bytes, [report.retries for report in reports]
         assert all(report.peer_bytes > self.read_once_bytes / 5 for report in reports)
+        # Their next loads know how fast these nodes send.
+        assert all(node.agent.facts().peer_measured_bytes_per_s > 0 for node in self.nodes)
 
     @property
     def read_once_bytes(self) -> int:
@@ -176,7 +173,7 @@ def test_hosted_ranks_on_two_nodes_read_the_store_once(nodes_of: Callable[..., N
     run_all(ranks)
     assert not [rank.outcome for rank in ranks if isinstance(rank.outcome, BaseException)]
     assert ranks[0].tensor_bytes() == ranks[1].tensor_bytes()
-    assert nodes.read_once_bytes <= nodes.store.read_bytes < nodes.read_once_bytes * 1.05
+    assert nodes.store.read_bytes == nodes.read_once_bytes
 
 
 def test_a_node_that_ends_is_left_for_the_store(nodes_of: Callable[..., Nodes]):
@@ -236,7 +233,7 @@ def test_each_node_is_the_home_of_its_share():
 def test_lists_name_the_nodes_that_read_a_model_and_change_when_these_do():
     lists, rates = LenderLists(1), {"a": 8e9, "b": 1e9, "c": 0.0}
     peers = {node: Peer("10.0.0.1", 1, node) for node in "abc"}
-    lends = {node: (Lends(f"load-{node}", MODEL, node.encode(), rate),) for node, rate in rates.items()}
+    lends = {node: (Lends(f"load-{node}", MODEL, node.encode(), (rate, 0.0)),) for node, rate in rates.items()}
     assert lists.note("a", peers["a"], lends["a"]) == {}
     told = lists.note("b", peers["b"], lends["b"])
     (found,) = told["a"]
@@ -247,6 +244,18 @@ def test_lists_name_the_nodes_that_read_a_model_and_change_when_these_do():
     lists.keep(["a", "b"])
     (found,) = lists.newer(lends["a"])
     assert [each.node_id for each in found.lenders] == ["a", "b"]
+
+
+def test_a_node_that_was_measured_to_be_slow_only_receives_in_the_next_load():
+    """Measured rates change no weight otherwise, and a rate that is set is the user's word."""
+    measured = {"a": 4e9, "b": 0.9e9, "c": 3.9e9, "d": 0.0, "e": 1.1e9, "f": 4.1e9}
+    rates = {node: (0.0, rate) for node, rate in measured.items()}
+    assert sending_weights(rates) == {"a": 1.0, "b": 0.0, "c": 1.0, "d": 1.0, "e": 1.0, "f": 1.0}
+    assert sending_weights({**rates, "b": (1e9, 0.9e9)})["b"] == 1.0
+    lists, found = LenderLists(1), {}
+    for node, pair in rates.items():
+        found |= lists.note(node, Peer("10.0.0.1", 1, node), (Lends(f"load-{node}", MODEL, b"key", pair),))
+    assert {each.node_id for each in found["a"][0].lenders if not each.weight} == {"b"}
 
 
 def test_only_loads_of_the_same_bytes_share_a_key():

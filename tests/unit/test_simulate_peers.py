@@ -8,6 +8,7 @@ import pytest
 
 from bench.sim_node import GB, Rates
 from bench.simulate_peers import PeerCase, simulate_peers
+from cluster.scheduling.concurrency import LEAST_PATIENCE_S, PATIENT_FOR
 
 RATES = Rates(nic_bytes_s=1.25 * GB, store_bytes_s=1.25 * GB, latency_s=0.005, arena_slots=64, threads=16)
 SMALLEST = replace(RATES, arena_slots=3)
@@ -56,6 +57,24 @@ def test_a_slow_node_says_so_and_is_left_out(*, slow_down: bool) -> None:
     slow = simulate_peers(PeerCase(16, 600, slow_share=0.01, slow_down=slow_down), rates)
     assert slow.causes["peer_slow"] > 0
     assert slow.load_s < 2 * even.load_s
+
+
+@pytest.mark.parametrize("rates", [RATES, SMALLEST], ids=["64 slots", "3 slots"])
+def test_a_store_that_is_slow_for_all_nodes_is_read_once(rates: Rates) -> None:
+    """Each chunk takes it 20 s, as long as a request of one node to another lasts at most."""
+    result = simulate_peers(PeerCase(4, 40), replace(rates, latency_s=20.0), lease_deadline_s=60.0)
+    assert result.store_share == 1.0
+    assert not result.causes
+
+
+@pytest.mark.parametrize("usual_s", [0.05, 2.0])
+def test_a_node_whose_store_alone_is_slow_costs_the_others_a_few_chunks_time(usual_s: float) -> None:
+    rates = replace(RATES, latency_s=usual_s)
+    even = simulate_peers(PeerCase(4, 60), rates)
+    slow = simulate_peers(PeerCase(4, 60, store_delay_s=60.0), rates)
+    assert slow.causes.keys() == {"peer_late"}
+    # Those that wait notice it, and those that asked them meanwhile.
+    assert slow.load_s < even.load_s + 2 * max(LEAST_PATIENCE_S, PATIENT_FOR * usual_s)
 
 
 def test_links_of_all_kinds_make_no_node_slow() -> None:
