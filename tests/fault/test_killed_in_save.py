@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,8 +85,10 @@ def start_again(server: EmbeddedS3) -> EmbeddedS3:
 @contextlib.contextmanager
 def stores(cases: list[Case], base: Path, folder: Path) -> Iterator[None]:
     """Give each case a copy of the checkpoint. Those whose store is killed have a server each."""
+    over = threading.Event()
     with contextlib.ExitStack() as stack:
         shared = folder / "shared"
+        (shared / "models").mkdir(parents=True)
         for case in cases:
             own = case.who in (AWAY, BACK)
             top = folder / f"s3-{case.number}" if own else shared
@@ -102,25 +103,26 @@ def stores(cases: list[Case], base: Path, folder: Path) -> Iterator[None]:
                 case.server = EmbeddedS3(case.root.parent.parent, **KEYS, start_timeout_s=START_S)
                 case.job["store_pid"] = case.server.pid
             if case.who == BACK:
-                back = threading.Thread(target=bring_back, args=(case, case.server.pid))
+                back = threading.Thread(target=bring_back, args=(case, case.server.pid, over))
                 back.start()
                 stack.callback(back.join)
         try:
             yield
         finally:
+            over.set()
             for case in cases:
                 if case.server is not None and case.who in (AWAY, BACK):
                     case.server.close()
 
 
-def bring_back(case: Case, pid: int) -> None:
+def bring_back(case: Case, pid: int, over: threading.Event) -> None:
     """Start the server of a case again when it was killed."""
-    with contextlib.suppress(OSError):
-        while True:
+    with contextlib.suppress(ProcessLookupError):
+        while not over.wait(0.05):
             os.kill(pid, 0)
-            time.sleep(0.05)
-    assert case.server is not None
-    case.server = start_again(case.server)
+    if not over.is_set():
+        assert case.server is not None
+        case.server = start_again(case.server)
 
 
 def check_contents(case: Case, seed: int, folder: Path) -> str:
@@ -184,7 +186,7 @@ def test_the_revision_before_stays_and_the_next_save_continues(tmp_path: Path, m
         for case in cases:
             where = {} if case.server is None else {"endpoint_url": case.server.endpoint_url}
             jobs.append({**common, **where, "uri": case.uri, **case.job})
-        for case, ended in zip(cases, run_jobs(tmp_path / "jobs", jobs, at_once=6), strict=True):
+        for case, ended in zip(cases, run_jobs(tmp_path / "jobs", jobs, at_once=6, timeout_s=600), strict=True):
             case.ended = ended
         rows = []
         for case in cases:
