@@ -52,8 +52,8 @@ def sharded_llama(part: Part) -> Any:
     """Return the Llama in bf16, cut by FSDP2 over all ranks. No rank ever has the whole."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import init_device_mesh
     from transformers import LlamaForCausalLM
 
     torch.set_num_threads(1)
