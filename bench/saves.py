@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import hashlib
 import importlib
 import os
 import select
@@ -40,6 +39,7 @@ from bench.harness.rounds import RunFailed
 from bench.harness.run_folder import run_folder
 from bench.options import new_parser, positive_int, size
 from storage.checkpoints.safetensors_header import parse_header
+from storage.checksum import digest_of
 
 _LIBC = ctypes.CDLL(None)
 HEADER_BYTES = 1 << 20  # more than the header of these files has
@@ -100,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for module in IMPORTS:
         importlib.import_module(module)
+    make_conversions()
     gc.freeze()  # a collection in a forked process would copy all pages
     shape = llama_shape(options.size)
     saves = [Program(title, run, RANKS, checks) for run, title, checks in SAVES]
@@ -123,6 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{table('4 ranks save', saves)}\n")
     print("\n".join([*tables[0][:2], *(row for one in tables for row in one[2:])]), flush=True)
     return 1 if any(program.failure for program in every) else 0
+
+
+def make_conversions() -> None:
+    """Let transformers make its table of conversions, which a process has that called `from_pretrained`."""
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
 
 def measure(programs: Sequence[Program], source: Path, shape: Mapping[str, Any], target: Path, rounds: int) -> None:
@@ -162,7 +168,7 @@ def digests(folder: Path) -> tuple[int, dict[str, str]]:
         with path.open("rb") as file:
             for tensor in parse_header(file.read(HEADER_BYTES), path.stat().st_size).tensors:
                 file.seek(tensor.start)
-                digest = hashlib.blake2b(file.read(tensor.end - tensor.start)).hexdigest()
+                digest = digest_of("blake3", memoryview(file.read(tensor.end - tensor.start))).hex()
                 found[tensor.name] = f"{tensor.dtype} {tensor.shape} {digest}"
                 model_bytes += tensor.end - tensor.start
     return model_bytes, found

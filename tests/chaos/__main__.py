@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray._private.worker
-from tests.chaos.saves import SaveOutcome, make_save_case, run_saves
 
 from tests.chaos.bench import bench
 from tests.chaos.cases import Case, make_case
 from tests.chaos.interrupts import Interrupted, check_interrupted, listen
 from tests.chaos.judge import BAD, KINDS
 from tests.chaos.run_case import CaseRunner, Outcome
+from tests.chaos.saves import SaveOutcome, make_save_case, run_saves
 
 CASES_PER_SEED = 100_000
 LOADS_PER_SAVE = 10

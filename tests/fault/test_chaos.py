@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.chaos.saves import FAULTS, make_save_case, run_saves
 
 from cluster.telemetry.stats import NodeReport
 from tests.chaos.__main__ import in_order, table
@@ -28,6 +27,7 @@ from tests.chaos.judge import (
     wasted_bytes,
 )
 from tests.chaos.run_case import CaseRunner, Outcome
+from tests.chaos.saves import FAULTS, make_save_case, run_saves
 from tests.support.fault_proxy import Asked, Cut, Delay, Drop, Flip, Refuse, Shorten, Stall
 
 TWO = (2, 1, 1)
