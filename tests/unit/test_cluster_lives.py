@@ -470,7 +470,7 @@ def scaled_life(seed: int) -> ClusterSimulation:
     return cluster
 
 
-@settings(max_examples=25 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_replicas_come_and_go_whatever_happens(seed: int) -> None:
     scaled_life(seed)
