@@ -476,7 +476,8 @@ class ModelRecord:
 
     def scale_to(self, layout: Layout, plan: PackedPlan | None) -> None:
         """The model has this layout from now on. `plan`: None when it is made when it is needed."""
-        self.change_request(layout=layout, auto_identity="")
+        if layout != self.request.layout:
+            self.change_request(layout=layout, auto_identity="")
         self.plan = self.shared = None
         if plan is not None:
             self.use_plan(plan)

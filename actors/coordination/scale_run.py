@@ -100,12 +100,15 @@ class ScaleRun:
             record.tend_joined()
             await alongside(self._begin(placements), self._filled(placements))
             sources = await self._sources(placements)
-            if record.join_error is not None:
-                raise record.join_error
+            for problem in (record.error, record.join_error):
+                if problem is not None:
+                    raise problem
         except asyncio.CancelledError:
             raise  # the model is released, with all its ranks
         except Exception as error:
             await finished(self._undo(old_plan))
+            if record.error is not None:
+                raise record.error from error  # the model has ended
             failure = unwrapped(error)
             raise ScaleFailed(
                 f"further replicas could not be filled, and the model has {old.data_parallel_size}: {failure}",

@@ -113,7 +113,7 @@ class LoadMetrics:
         if before == view or before.state.is_terminal:
             return
         if before.ranks is not view.ranks:
-            lost = sum(rank.lost and not was.lost for was, rank in zip(before.ranks, view.ranks, strict=True))
+            lost = sum(rank.lost and not was.lost for was, rank in zip(before.ranks, view.ranks, strict=False))
             self._add(metrics.RANKS_LOST, (load.model,), lost)
         load = replace(load, view=view)
         if view.state is not before.state:

@@ -34,6 +34,7 @@ from actors.coordination import (
     nodes,
     placing,
     planner,
+    scale_run,
     spawn,
     worker_groups,
 )
@@ -53,17 +54,20 @@ from cluster.errors import (
     NodeLost,
     NotEnoughResources,
     RankLost,
+    ScaleFailed,
+    ScaleRefused,
     VersionMismatch,
 )
 from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, pack_message, unpack_message
-from cluster.planning.packed_plan import PackedPlan, RankFacts
+from cluster.planning.packed_plan import PackedPlan, RankFacts, unpack_shared
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.load_state import LoadState
 from cluster.telemetry.counters import CoordinatorFacts, Durations, Key, Snapshot, samples
 from cluster.telemetry.logs import ROOT
 from cluster.telemetry.metrics import Kind
+from cluster.telemetry.scale_report import ScaleReport
 from storage.checkpoints.checkpoint import check_wanted
 from storage.errors import (
     AccessDenied,
@@ -83,7 +87,8 @@ from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimHost
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    fit, agent_watch, coordinator, worker_groups, load_run, model_record, nodes, placing, planner, spawn,
+    fit, agent_watch, coordinator, worker_groups, load_run, model_record, nodes, placing, planner, scale_run,
+    spawn,
 )  # fmt: skip
 ASKS_RAY = (nodes, planner, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection
@@ -108,6 +113,9 @@ JUSTIFIED: dict[type[LongshoreError], set[str]] = {
     RevisionMismatch: {"revision"},
     StoreUnavailable: {"away"},
     NotEnoughResources: {"places"},
+    ScaleRefused: {"places"},
+    ScaleFailed: {"worker", "agent", "coordinator", "node", "message", "slow", "store", "away", "access", "version"},
+    ModelNotFound: {"coordinator", "client"},
     VersionMismatch: {"version"},
     ArenaBusy: {"worker", "agent", "coordinator", "node", "message", "slow"},
 }
@@ -135,11 +143,20 @@ class SimPlanner:
         self._cluster.check_access(request.store)
         check_wanted(request.revision, self._cluster.revision, request.uri)
         model = self._cluster.models[request.uri]
-        needs = needs_of(model, request)
+        needs = needs_of(model, request.layout)
         shared = model.shared(needs)
         self._cluster.planned[shared] = model
         ranks = tuple(RankFacts(*[CHUNK_BYTES * len(chunks)] * 3) for chunks in needs.values())
         return PackedPlan(self._cluster.revision, "blake3", CHUNK_BYTES * len(model.contents), ranks, shared)
+
+    async def scaled(self, shared: bytes, layout: Layout) -> tuple[tuple[RankFacts, ...], bytes]:
+        await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 0.5))
+        contents = tuple(unpack_shared(shared).chunks.digests[:, 0].tolist())
+        model = next(model for model in self._cluster.models.values() if model.contents == contents)
+        needs = needs_of(model, layout)
+        scaled = model.shared(needs)
+        self._cluster.planned[scaled] = model
+        return tuple(RankFacts(*[CHUNK_BYTES * len(chunks)] * 3) for chunks in needs.values()), scaled
 
     async def is_current(self, request: LoadRequest, known: str, limit_s: float = 0.0) -> bool:
         await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 0.5))
@@ -150,11 +167,11 @@ class SimPlanner:
         return None
 
 
-def needs_of(model: SimModel, request: LoadRequest) -> dict[int, list[int]]:
+def needs_of(model: SimModel, layout: Layout) -> dict[int, list[int]]:
     """Tensor parallel ranks share chunk 0 and have the rest in turns; replicas need the same."""
-    tp = request.layout.tensor_parallel_size
+    tp = layout.tensor_parallel_size
     count = len(model.contents)
-    return {rank: sorted({0, *range(rank % tp, count, tp)}) for rank in range(request.world_size)}
+    return {rank: sorted({0, *range(rank % tp, count, tp)}) for rank in range(layout.ranks)}
 
 
 class SimClient:
@@ -193,6 +210,21 @@ class SimClient:
             self.given_up = True
             if self.ready and self._held:
                 self.cluster.client_loop.create_task(self._let_go())
+
+    def scale(self, replicas: int) -> None:
+        """Ask for another number of replicas, once the model is ready."""
+        if self.ready and self.holds:
+            self.cluster.scalings.append(self.cluster.client_loop.create_task(self._scale(self._held, replicas)))
+
+    async def _scale(self, model_id: str, replicas: int) -> ScaleReport | LongshoreError:
+        scale_id = self.cluster.unique()
+        try:
+            while True:
+                _, report, error = await self.cluster.ask("scale", model_id, scale_id, replicas, 1.0)
+                if report is not None or error is not None:
+                    return report or error
+        except LongshoreError as error:
+            return error
 
     async def _live(self) -> None:
         try:
@@ -301,6 +333,7 @@ class ClusterSimulation:
         self.hosts: list[SimHost] = []
         self.clients: list[SimClient] = []
         self.hostings: list[SimHosting] = []
+        self.scalings: list[asyncio.Task[ScaleReport | LongshoreError]] = []
         self.faults: set[str] = set()  # kinds that there have been
         self.revision = "v1"  # of every stored model
         self.refused: set[str] = set()  # access keys that the store does not accept
@@ -527,7 +560,7 @@ class ClusterSimulation:
                 node.check_fetched()
         for record in self.records():
             if record.life.state is LoadState.READY:
-                for placement in record.placements.values():
+                for placement in [record.placements[rank] for rank in range(record.request.world_size)]:
                     self._check_holds_all(record, placement.rank, placement.worker)
         for client in self.clients:
             if client.error is not None:
@@ -536,6 +569,10 @@ class ClusterSimulation:
         for hosting in self.hostings:
             if hosting.rank.error is not None:
                 self.check_error(hosting.rank.error)
+        for scaling in self.scalings:
+            if scaling.done() and isinstance(outcome := scaling.result(), LongshoreError):
+                assert type(outcome) in JUSTIFIED, f"nobody foresaw {outcome!r} {outcome.details}"
+                assert not isinstance(outcome, ScaleFailed) or self.faults - {"access", "places"}, f"why {outcome!r}?"
         self._check_counters()
 
     def _check_counters(self) -> None:
@@ -575,7 +612,7 @@ class ClusterSimulation:
             held = process.rank
             assert held.load.load_id == record.model_id
             assert held.rank == rank
-            needed = set(needs_of(self.models[record.request.uri], record.request)[rank])
+            needed = set(needs_of(self.models[record.request.uri], record.request.layout)[rank])
             assert held.state.placed == needed, f"rank {rank} is READY, and has {held.state.placed} of {needed}"
 
     def settle(self) -> None:
@@ -596,8 +633,10 @@ class ClusterSimulation:
         return (
             not any(client.waits for client in self.clients)
             and all(hosting.is_over for hosting in self.hostings)
+            and all(scaling.done() for scaling in self.scalings)
             and self._loop is not None
             and states <= {LoadState.READY}
+            and not any(record.is_updating for record in self.records())
         )
 
     def end(self) -> None:

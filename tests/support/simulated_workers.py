@@ -9,6 +9,7 @@ What must always hold is asserted where it could break: see `SimHost.write` and 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -281,17 +282,21 @@ class SimAgent:
     def keep_record(self, load_id: str, record: bytes) -> None:
         self.node.ledger.keep_record(load_id, record)
 
-    def report(self, load_id: str) -> NodeReport:
-        return self.ledger.report(load_id, self.node.host.node_id, self._host)
+    def report(self, load_id: str, attempt: int = 0) -> NodeReport:
+        return self.ledger.report(load_id, self.node.host.node_id, self._host, attempt)
 
-    def end(self, load_id: str) -> None:
+    def tables(self, load_id: str) -> bytes:
+        return pickle.dumps(self.ledger.tables(load_id))
+
+    def end(self, load_id: str, attempt: int = 0) -> None:
         if self.shut:
             return
         for placement in self.node.ranks:
-            if placement.alive and placement.load.load_id == load_id:
+            load = placement.load
+            if placement.alive and load.load_id == load_id and attempt in (0, load.attempt):
                 self.node.in_flight_at_fault(placement)
         self.node.sync()
-        self.node.ledger.end(load_id, self.node.now_s)
+        self.node.ledger.end(load_id, self.node.now_s, attempt)
 
     def coordinator_age_s(self) -> float:
         return 0.0
@@ -533,6 +538,12 @@ class SimWorker:
         if self.rank is not None and not self.rank.left:
             self.node.in_flight_at_fault(self.rank)
             self.rank._end(LoadCancelled("stopped"))
+
+    def withdraw(self, call_id: str) -> None:
+        pass
+
+    def call(self, load_id: str, call: object, call_id: str) -> None:
+        """No call runs here."""
 
     def outcome(self, load_id: str) -> Later:
         self._check(load_id)

@@ -24,11 +24,13 @@ from actors.coordination.agent_watch import REBUILD_S, AgentWatch
 from actors.coordination.model_record import ModelRecord
 from actors.coordinator import Coordinator
 from actors.node.chunk_flow import RankPlace
-from cluster.errors import VersionMismatch
+from cluster.errors import NotEnoughResources, VersionMismatch
 from cluster.fit.needs import min_slots
+from cluster.telemetry.scale_report import ScaleReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease, SlotTable
 from storage.errors import LongshoreError
+from tests.support import simulated_workers
 from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel
 from tests.support.simulated_workers import SimHost, SimWorker
@@ -203,6 +205,12 @@ class ClusterMachine(RuleBasedStateMachine):
             self.the_cluster.faults.add("client")
             client.release()
 
+    @rule(index=st.integers(0, 4), replicas=st.integers(1, 4))
+    def client_changes_the_number_of_replicas(self, index: int, replicas: int) -> None:
+        client = self._client(index)
+        if client is not None:
+            client.scale(replicas)
+
     @rule(index=st.integers(0, 4))
     def client_is_killed(self, index: int) -> None:
         client = self._client(index)
@@ -239,6 +247,8 @@ def live(seed: int) -> ClusterSimulation:
         for _ in range(chance.randrange(10, 60)):
             if len(cluster.clients) < 4 and (not cluster.clients or chance.random() < 0.1):
                 wish(cluster, chance)
+            elif chance.random() < 0.1:
+                chance.choice(cluster.clients).scale(chance.randrange(1, 4))
             if chance.random() < trouble:
                 disturb(cluster, chance)
             cluster.run(chance.choice([0.1, 0.5, 1.0]))
@@ -401,6 +411,69 @@ def test_without_faults_each_node_fetches_each_chunk_once(layout: tuple[int, int
         cluster.end()
     finally:
         cluster.close()
+
+
+@pytest.mark.parametrize("peers", [False, True])
+def test_without_faults_replicas_come_and_go(peers: bool) -> None:
+    """What the model's node has, no further replica fetches, on whatever node it is if nodes feed each other."""
+    cluster = cluster_of(2 if peers else 5, 3, True, 0.0)
+    quick = patch.object(simulated_workers, "PACES_S", simulated_workers.PACES_S[:1])  # or leases may run out
+    try:
+        quick.start()
+        client = cluster.load("a", 1, 1)
+        cluster.settle()
+        for replicas in (2, 5, 1, 3):
+            client.scale(replicas)
+            cluster.settle()
+            cluster.run(5.0)  # until killed processes are gone
+            report = cluster.scalings[-1].result()
+            assert isinstance(report, ScaleReport), report
+            assert report.data_parallel_size == replicas
+            (record,) = cluster.records()
+            assert len(record.placements) == len(record.life.ranks) == len(cluster.workers()) == replicas
+            assert record.life.is_ready
+            if peers:
+                assert report.store_bytes == 0
+        client.scale(7)
+        cluster.settle()
+        assert isinstance(cluster.scalings[-1].result(), NotEnoughResources)
+        assert len(cluster.workers()) == 3
+        fetched = sum(sum(node.fetched.values()) - node.spare_fetches for node in cluster.hosts)
+        assert fetched <= (12 if peers else 36)
+        cluster.end()
+    finally:
+        quick.stop()
+        cluster.close()
+
+
+def scaled_life(seed: int) -> ClusterSimulation:
+    """Replicas come and go while all breaks that can."""
+    chance = random.Random(seed)
+    cluster = cluster_of(seed, 3, chance.random() < 0.5, chance.choice([0.0, 20.0]))
+    try:
+        client = cluster.load(chance.choice(["a", "b"]), chance.choice([1, 2]), 1, keep=True)
+        cluster.run(chance.uniform(5.0, 15.0))
+        cluster.trouble = chance.choice([0.0, 0.0, 0.1])
+        for _ in range(chance.randrange(10, 30)):
+            if chance.random() < 0.3 and all(scaling.done() for scaling in cluster.scalings):
+                client.scale(chance.randrange(1, 5))
+            if chance.random() < 0.15:
+                disturb(cluster, chance)
+            cluster.run(chance.choice([0.1, 0.5, 1.0, 3.0]))
+        cluster.settle()
+        for record in cluster.records():
+            if record.is_usable:
+                assert len(record.placements) == len(record.life.ranks) == record.request.world_size
+        cluster.end()
+    finally:
+        cluster.close()
+    return cluster
+
+
+@settings(max_examples=12 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32))
+def test_replicas_come_and_go_whatever_happens(seed: int) -> None:
+    scaled_life(seed)
 
 
 def test_at_a_shutdown_a_stuck_model_delays_no_other() -> None:

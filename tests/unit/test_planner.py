@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def test_a_plan_comes_back_as_it_was_made(model: Path):
         assert tables.chunk_ids(1).tolist() == plan.ranks[1].chunk_ids.tolist()
         assert await planner.is_current(request(model), packed.revision)
         assert not await planner.is_current(request(model), "another")
+        more = replace(request(model), layout=request(model).layout.with_replicas(3))
+        ranks, shared = await planner.scaled(packed.shared, more.layout)
+        expected = await planner.prepare(more)
+        assert ranks == expected.ranks
+        scaled, fresh = unpack_shared(shared), unpack_shared(expected.shared)
+        for rank in range(more.world_size):
+            assert scaled.rank_plan(rank).slices == fresh.rank_plan(rank).slices
 
     assert len(with_planner(body)) == 1  # kept warm
 
