@@ -343,8 +343,7 @@ class _Save:
             self._step("commit")
             self._reporter.enter(PUBLISHING, functools.partial(self._progress, writer, layouts))
             with self._timed("commit_s"):
-                revision = self._commit(writer)
-                self._keep(store, begun)
+                revision = self._commit(writer, store, begun)
             return self._report(layouts, merged, plan, begun, revision, store.uri)
 
     def _stored_chunks(self, store: ObjectStore, begun: Begun) -> StoredChunks | None:
@@ -353,10 +352,9 @@ class _Save:
         return stored_chunks(store, self._given.since, self._policy)
 
     def _keep(self, store: ObjectStore, begun: Begun) -> None:
-        """Note this save in the history, and remove what is older than `keep_last`."""
-        if self._ranks.rank == 0:
-            number = next((key[9:-5] for key in self._files if LINK_KEY.fullmatch(key)), "")
-            remember_save(store, begun.revision, number, self._given.keep_last, revision_of_file, self._policy)
+        """Note this save in the history, and remove what is older than `keep_last`. Called on rank 0."""
+        number = next((key[9:-5] for key in self._files if LINK_KEY.fullmatch(key)), "")
+        remember_save(store, begun.revision, number, self._given.keep_last, revision_of_file, self._policy)
 
     def _step(self, name: str) -> None:
         """Note what this rank does now."""
@@ -557,11 +555,13 @@ class _Save:
         counts = [self._count(writer), *(count for rank, count in enumerate(self._counts) if rank != self._ranks.rank)]
         return {"total_bytes": sum(layout.size_bytes for layout in layouts), **_Counts.of_all(counts)._asdict()}
 
-    def _commit(self, writer: CheckpointWriter) -> str:
+    def _commit(self, writer: CheckpointWriter, store: ObjectStore, begun: Begun) -> str:
+        """Publish. The other ranks hear of the revision when rank 0 is done with all of it."""
         data = b""
         if self._ranks.rank == 0:
             manifest = writer.commit(extra_files=self._files, on_step=lambda step: self._step(f"commit: {step}"))
             data = manifest.revision.encode()
+            self._keep(store, begun)
         return self._ranks.broadcast(data, 0).decode("ascii", "replace")
 
     def _report(
