@@ -63,9 +63,9 @@ def make_cases() -> list[Case]:
     found: list[tuple[str, str, str, dict[str, Any]]] = []
     for where in ("folder", "s3"):
         found += [(where, "all ranks", step, {"all_die_at": step}) for step in (*STEPS, "commit: cleanup")]
-        for rank, step in zip((2, 1, 0, 0, 0), STEPS, strict=True):
+        for rank, step in ((2, "plan"), (1, "write"), *((0, step) for step in WRITTEN)):
             found.append((where, f"rank {rank}", step, {"only": {f"{rank}": {"die_at": step}}}))
-    found.append(("folder", "no rank", LAST_ROUND, {"only": {"1": {"raise_at": LAST_ROUND}}}))
+    found.append(("folder", "no rank", "write", {"only": {"1": {"raise_at": "write"}}}))
     found += [("s3", AWAY, step, {"only": {"0": {"store_dies_at": step}}}) for step in STEPS]
     found += [("s3", BACK, step, {"only": {"0": {"store_dies_at": step}}}) for step in COMPLETE]
     return [Case(number, *one) for number, one in enumerate(found)]
@@ -167,7 +167,7 @@ def check_leftovers(case: Case, left: SavesReport) -> None:
     kinds = {item.kind for item in left.leftovers}
     if case.step == "plan":
         assert not kinds, case
-    elif case.step in STEPS:
+    elif case.step != "commit: cleanup":
         assert "journal" in kinds, case
         assert ("upload" in kinds) == (case.step not in COMPLETE and case.who != AWAY), (case, kinds)
         assert ("replaced" in kinds) == (BEFORE_KEY in {path.name for path in case.root.iterdir()}), case
@@ -209,8 +209,8 @@ def test_the_revision_before_stays_and_the_next_save_continues(tmp_path: Path, m
             assert report.written_bytes + report.reused_bytes + report.copied_bytes == report.size_bytes, case
             if case.step in (COMPLETE if case.who == AWAY else WRITTEN) and case.who != BACK:
                 assert report.reused_bytes == report.size_bytes, (case, report)
-            elif case.step == LAST_ROUND and case.who != AWAY:  # what two rounds wrote is in the journal
-                assert report.reused_bytes > 0, (case, report)
+            elif case.step == "write":  # a rank has written its part of the first round before that of the second
+                assert report.reused_bytes >= report.size_bytes // 4, (case, report)
             assert {item.kind for item in list_saves(case.uri, **case.options).leftovers} <= {"file"}, case
             rows.append((f"{case}", report.written_bytes, report.reused_bytes))
     for row in rows:

@@ -54,7 +54,7 @@ def full_tensors(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
 
 
 def small_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return the tensors of the case "small", in four files of two parts each."""
+    """Return the tensors of the case "small", of 5.5 MB each: a file and a part for each."""
     random = torch.Generator().manual_seed(seed)
     return {f"rows.{number}": torch.randn(917, 1501, generator=random) for number in range(4)}
 

@@ -292,6 +292,7 @@ def test_small_files_stay_until_the_manifest(store: ObjectStore, step: str) -> N
 
 def test_a_first_save_that_is_undone_leaves_nothing(store: ObjectStore) -> None:
     store.put("config.json", b"mine")
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()  # before there was any upload
     model = {"w": np.arange(10, dtype=np.float32)}
     commit(store, model, NEWER, stop_at="manifest")
     store.put("new.txt", b"written by somebody else since")

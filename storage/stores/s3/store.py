@@ -440,16 +440,20 @@ class S3Store:
 
     def open_uploads(self, prefix: str) -> Iterator[OpenUpload]:
         """Yield the multipart uploads of keys with that prefix. Their sizes are not known without further requests."""
-        with self._asking(prefix or None):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self._ref.bucket, Prefix=self._prefix + prefix
-            )
-            for number, page in enumerate(pages):
-                for entry in page.get("Uploads", []):
-                    if _is_safe(key := entry["Key"].removeprefix(self._prefix)):
-                        yield OpenUpload(key, entry["UploadId"], 0)
-                if number >= MAX_EMPTY_PAGES:
-                    raise StoreError("the store's listing of uploads does not end", uri=self.uri)
+        try:
+            with self._asking(prefix or None):
+                pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                    Bucket=self._ref.bucket, Prefix=self._prefix + prefix
+                )
+                for number, page in enumerate(pages):
+                    for entry in page.get("Uploads", []):
+                        if _is_safe(key := entry["Key"].removeprefix(self._prefix)):
+                            yield OpenUpload(key, entry["UploadId"], 0)
+                    if number >= MAX_EMPTY_PAGES:
+                        raise StoreError("the store's listing of uploads does not end", uri=self.uri)
+        except ObjectNotFound as error:
+            if error.details.get("code") != "NoSuchUpload":  # which rclone answers for a bucket that never had one
+                raise
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> ObjectInfo:
         """Write a small object with a conditional PUT. Raises ObjectChanged if the condition does not hold.
