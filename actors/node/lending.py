@@ -349,10 +349,9 @@ class Lending:
             return NoChunk.COMING if reads_store else NoChunk.MISSING
         self._late.discard(asker.node_id)
         self._held_s.pop(asker.node_id, None)
-        goes_on = (
-            self._queue.state(chunk) is not ChunkState.PENDING or now_s - self._short_s < BEGIN_S or self.reads_store(chunk)
-        )
-        return NoChunk.COMING if goes_on else NoChunk.MISSING
+        is_to_begin = self._queue.state(chunk) is ChunkState.PENDING
+        stands_still = is_to_begin and now_s - self._short_s >= BEGIN_S and not self.reads_store(chunk)
+        return NoChunk.MISSING if stands_still else NoChunk.COMING
 
     def reads_store(self, chunk: int) -> bool:
         """Return whether the chunk is on its way from the store, or is to be leased after chunks that are."""
