@@ -17,18 +17,30 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from actors.node.chunk_flow import JobTables
+from actors.node.lending import LendingFacts
 from actors.node.peer_routes import PeerRoutes
 from actors.rank.chunk_fetcher import BLAMELESS, REFUSALS
 from actors.rank.state import FetchedChunk
 from bench.sim_flows import Clock
 from bench.sim_node import LOAD, Rates, SimAgent, SimRank
 from cluster.fit.needs import min_slots
-from cluster.messages import PEER_READ, Commit, LeaseOrder, Members, NodeJob, NodePeer, RankUpdate
+from cluster.messages import (
+    PEER_READ,
+    Commit,
+    LeaseOrder,
+    Lender,
+    Lenders,
+    Members,
+    NodeJob,
+    NodePeer,
+    PeerSource,
+    RankUpdate,
+)
 from cluster.planning.cut_model import CutModel
 from cluster.planning.packed_plan import ReaderTables
 from cluster.scheduling.concurrency import PeerPatience
@@ -216,8 +228,13 @@ class FeedingNode(SimAgent):
         self._free_turns = SENDING
         self._in_line: deque[Transfer] = deque()
 
-    def begin(self) -> None:
-        self.ledger.begin(self._job, 0.0, self._tables)
+    def begin(self, lenders: tuple[Lender, ...]) -> None:
+        """`lenders`: all nodes, if they share the model out as readers do. Else empty."""
+        tables = self._tables
+        if lenders:
+            tables = replace(tables, routes=None).lends(LendingFacts(self.node_id, b"model", b"key", (0.0, 0.0)))
+        self.ledger.begin(self._job, 0.0, tables)
+        self.ledger.use_lenders([Lenders(b"model", 1, lenders)])
         self.rank.join()
 
     # -- as a server -------------------------------------------------------------------------------------------
@@ -449,9 +466,18 @@ class Cluster:
     """All nodes of one load, and its store."""
 
     def __init__(
-        self, tables: ReplicaTables, rates: Rates, speeds: Sequence[tuple[float, float]], lease_deadline_s: float
+        self,
+        tables: ReplicaTables,
+        rates: Rates,
+        speeds: Sequence[tuple[float, float]],
+        lease_deadline_s: float,
+        *,
+        lends: bool = False,
     ) -> None:
-        """`speeds`: of each node, which part of the NIC's rate it sends and receives at."""
+        """`speeds`: of each node, which part of the NIC's rate it sends and receives at.
+
+        `lends`: nobody plans the load, and nodes share it out as readers do.
+        """
         self.clock = Clock()
         self.store = Uplink(self.clock, rates.store_bytes_s)
         self.nodes: list[FeedingNode] = []
@@ -459,6 +485,8 @@ class Cluster:
         members = tuple(
             NodePeer(f"node-{number}", (number,), Peer("10.0.0.1", 1000, f"{number}")) for number in range(len(speeds))
         )
+        sources = ((node.node_id, node.peer) for node in members if lends and node.peer is not None)
+        self._lenders = tuple(Lender(name, PeerSource(peer, LOAD, b"key"), 1.0, True) for name, peer in sources)
         others: dict[str, FeedingNode] = {}
         for number, (up, down) in enumerate(speeds):
             links = up * rates.nic_bytes_s, down * rates.nic_bytes_s
@@ -469,7 +497,7 @@ class Cluster:
     def run(self, most_s: float) -> None:
         """Load until every living node has everything. Raises RuntimeError if that takes more than `most_s`."""
         for node in self.nodes:
-            node.begin()
+            node.begin(self._lenders)
         self._tick()
         self.clock.run_while(lambda: self.clock.now_s < most_s and not self._done)
         if not self._done:

@@ -29,7 +29,7 @@ STANDSTILL_S = 600.0  # beyond ten times the limit
 class PeerCase:
     """One simulated load. `slow_up`, `slow_down`: the slow nodes are slow in sending, in receiving.
 
-    `store_delay_s`: requests of the last node to the store take so much longer.
+    `store_delay_s`: requests of the last node to the store take so much longer. `lends`: see `Cluster`.
     """
 
     nodes: int
@@ -39,6 +39,7 @@ class PeerCase:
     slow_down: bool = False
     lost_every_s: float = 0.0  # a node is lost so often; 0: none
     store_delay_s: float = 0.0
+    lends: bool = False
 
     @property
     def hops(self) -> int:
@@ -74,7 +75,7 @@ def simulate_peers(case: PeerCase, rates: Rates, *, lease_deadline_s: float = 36
     slow_speed = 1 / SLOW if case.slow_up else 1.0, 1 / SLOW if case.slow_down else 1.0
     tables = ReplicaTables.of_size(case.chunks, CHUNK_BYTES)
     speeds = [slow_speed] * slow + [(1.0, 1.0)] * (case.nodes - slow)
-    cluster = Cluster(tables, rates, speeds, lease_deadline_s)
+    cluster = Cluster(tables, rates, speeds, lease_deadline_s, lends=case.lends)
     cluster.nodes[-1].store_latency_s += case.store_delay_s
     limit_s = case.limit_s(rates)
     if case.lost_every_s:

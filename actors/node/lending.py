@@ -177,6 +177,7 @@ class Lending:
         self._done: set[str] = set()  # nodes whose readers have ended
         self._out: dict[str, float] = {}  # nodes that failed, and until when
         self._leases: dict[str, tuple[int, tuple[PeerSource, ...]]] = {}
+        self._at_home: set[str] = set()  # those of them that read the store, after nodes that began earlier
         self._leased: Counter[int] = Counter()  # leases of a chunk that read other nodes
         self._digests: dict[int, bytes] = {}
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
@@ -246,6 +247,8 @@ class Lending:
     def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool]:
         """Note a lease. Return the nodes to read the chunk from, in this order, and whether others wait for it."""
         nodes = self._order.before(chunk, self._out) if from_peers else []
+        if not nodes:
+            self._at_home.add(lease_id)
         if from_peers and not nodes:
             nodes = [node for node in self._lenders if self._is_worth_asking(node)]
             first = chunk % max(1, len(nodes))
@@ -268,6 +271,7 @@ class Lending:
 
     def _end_lease(self, lease_id: str) -> tuple[PeerSource, ...]:
         chunk, sources = self._leases.pop(lease_id, (-1, ()))
+        self._at_home.discard(lease_id)
         if sources:
             self._leased[chunk] -= 1
             self._leased += Counter()
@@ -345,14 +349,14 @@ class Lending:
             return NoChunk.COMING if reads_store else NoChunk.MISSING
         self._late.discard(asker.node_id)
         self._held_s.pop(asker.node_id, None)
-        goes_on = (
-            self._queue.state(chunk) is not ChunkState.PENDING or now_s - self._short_s < BEGIN_S or self.reads_store()
-        )
-        return NoChunk.COMING if goes_on else NoChunk.MISSING
+        is_to_begin = self._queue.state(chunk) is ChunkState.PENDING
+        stands_still = is_to_begin and now_s - self._short_s >= BEGIN_S and not self.reads_store(chunk)
+        return NoChunk.MISSING if stands_still else NoChunk.COMING
 
-    def reads_store(self, chunk: int = -1) -> bool:
-        """Return whether the chunk is on its way from the store. -1: any chunk."""
-        return any(not sources and chunk in (-1, leased) for leased, sources in self._leases.values())
+    def reads_store(self, chunk: int) -> bool:
+        """Return whether the chunk is on its way from the store, or is to be leased after chunks that are."""
+        on_its_way = self._queue.state(chunk) is ChunkState.LEASED
+        return any(self._leases[lease_id][0] == chunk or not on_its_way for lease_id in self._at_home)
 
     def _asks(self, node_id: str, chunk: int, now_s: float) -> None:
         """A node asks for a chunk: it has passed those far before."""

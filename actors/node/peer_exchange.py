@@ -238,8 +238,9 @@ class PeerExchange:
         return NoChunk.COMING
 
     def reads_store(self, chunk: int) -> bool:
-        """Return whether the chunk is on its way from the store."""
-        return any(lease.chunk == chunk and not lease.sources for lease in self._leases.values())
+        """Return whether the chunk is on its way from the store, or is to be leased after chunks that are."""
+        on_its_way = self._queue.state(chunk) is ChunkState.LEASED
+        return any(not lease.sources for lease in self._leases.values() if lease.chunk == chunk or not on_its_way)
 
     def _is_slow(self, now_s: float) -> bool:
         """Return whether other nodes of the load should leave this one out."""
