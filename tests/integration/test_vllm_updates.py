@@ -258,7 +258,7 @@ def test_updates_over_http(
     folder = config_folder(models["a"], proxy, tmp_path / "config")
     server = Server(
         python_of("vllm"),
-        ["--model", folder, "--skip-tokenizer-init", *options],
+        ["--model", folder, "--skip-tokenizer-init", "--enable-scale-out", *options],
         variables_of(s3_server, tmp_path),
         tmp_path / "log",
     )
