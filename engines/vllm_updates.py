@@ -166,17 +166,20 @@ def update(
         llm.collective_rpc("update_weights", args=(info,))
         llm.collective_rpc("finish_weight_update")
     except Exception as error:
-        # vLLM goes on to take the update for active in the workers that did not raise, until it is finished.
-        with contextlib.suppress(Exception):
+        errors = [error]
+        try:  # vLLM goes on to take the update for active in the workers that did not raise, until it is finished
             llm.collective_rpc("finish_weight_update")
-        if isinstance(error, LongshoreError):
-            raise
-        if isinstance(error, EngineDeadError):
+        except Exception as another:
+            errors.append(another)
+        # When a worker has died, the first call is only "cancelled".
+        if any(isinstance(one, EngineDeadError) or "Executor failed" in str(one) for one in errors):
             raise ModelBroken(
                 "a process of the engine died in the update, and vLLM has ended the others. "
                 "Its log says which workers had the new revision",
                 hint="start the engine anew",
             ) from error
+        if isinstance(error, LongshoreError):
+            raise
         # Workers in other processes send texts.
         raise UpdateFailed(f"the engine did not take the new weights: {error}") from error
     if llm.reset_prefix_cache() is False:

@@ -50,15 +50,15 @@ import json, sys
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 def places(updater):
-    return [parameter.data_ptr() for parameter in updater.get_model().parameters()]
+    return [parameter.data_ptr() for parameter in updater.tp_worker.model_runner.model.parameters()]
 
 def watch(original, updater, *args, **more):
     before = places(updater)
     result = original(updater, *args, **more)
-    print("in place:", updater.tp_rank, before == places(updater), flush=True)
+    print("in place:", updater.tp_worker.model_runner.weight_updater.tp_rank, before == places(updater), flush=True)
     return result
 
 HookRegistry.register(f"{UPDATER}.update_weights_from_disk", watch, HookType.AROUND)

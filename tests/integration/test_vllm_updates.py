@@ -34,14 +34,15 @@ OPTIONS = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 64 << 20,
 }
-PROMPT = list(range(10, 50))  # more than a block of the prefix cache
+PROMPT = tuple(range(10, 50))  # more than a block of the prefix cache
 
 
 class Session:
     """An engine in a process of vLLM's environment."""
 
     def __init__(self, python: Path, options: dict[str, Any], variables: dict[str, str], log: Path) -> None:
-        self.log = log
+        self._log = log
+        self.said = ""  # vLLM's log, which it writes where the answers are
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", "tests.support.vllm_session", json.dumps(options)],
@@ -68,7 +69,8 @@ class Session:
         for line in self._process.stdout:
             if line.startswith("answer: "):
                 return line.removeprefix("answer: ")
-        raise AssertionError(self.log.read_text()[-6000:])
+            self.said += line
+        raise AssertionError(self.said[-6000:] + self._log.read_text()[-6000:])
 
     def close(self) -> None:
         self._watchdog.cancel()
@@ -175,7 +177,7 @@ def test_a_worker_killed_in_the_exchange_ends_the_engine(session: Session, model
     session("die")
     said = session("update", models["b"].uri, {})
     assert said.startswith("ModelBroken: a process of the engine died in the update"), said
-    assert "a rank is gone. This one has all of the new revision" in session.log.read_text()
+    assert "a rank is gone. This one has all of the new revision" in session.said, session.said[-6000:]
 
 
 class Server:
@@ -187,7 +189,7 @@ class Server:
         self._log = log
         with log.open("w") as said:
             self._process = subprocess.Popen(
-                [python.parent / "vllm", "serve", *options, "--port", str(port)],
+                [python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(port)],
                 env={**os.environ, **variables, "VLLM_SERVER_DEV_MODE": "1"},
                 cwd=log.parent,
                 stdout=said,
@@ -256,7 +258,7 @@ def test_updates_over_http(
     folder = config_folder(models["a"], proxy, tmp_path / "config")
     server = Server(
         python_of("vllm"),
-        [folder, "--skip-tokenizer-init", *options],
+        ["--model", folder, "--skip-tokenizer-init", "--enable-scale-out", *options],
         variables_of(s3_server, tmp_path),
         tmp_path / "log",
     )

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def chunks_read(proxy: CountingProxy) -> list[tuple[str, tuple[int, int]]]:
     return [(path, span) for path, span in read if span is not None and span[1] - span[0] > 8]
 
 
-def tokens_of(folder: Path, prompt: Sequence[int] = (1, 5, 7, 9)) -> list[int]:
+@cache  # each takes seconds
+def tokens_of(folder: Path, prompt: tuple[int, ...] = (1, 5, 7, 9)) -> list[int]:
     """Return what transformers writes with the weights of a folder, the best token each time."""
     code = """
 import sys, torch
