@@ -117,12 +117,12 @@ def needed_of_store(case: Case, nodes: Iterable[NodeReport], chunk_bytes: int, s
 
     Where nothing befell nodes that feed each other, that is each chunk once, and again if one no longer had it.
     """
-    needed, retries = 0, Counter[str]()
+    needed, retries, shares = 0, Counter[str](), case.peers and not (case.strikes or case.disk or case.host)
     for node in nodes:
+        shares = shares and not node.direct
         needed += node.needed_bytes - node.disk_bytes - max(0, node.peer_bytes - node.refetched_bytes)
         retries.update(node.retries)
-    left_out = {"peer_unavailable", "peer_damaged", "peer_slow"} & retries.keys()
-    if not case.peers or case.strikes or case.disk or case.host or left_out:
+    if not shares or {"peer_unavailable", "peer_damaged", "peer_slow"} & retries.keys():
         return needed
     return min(needed, size_bytes + retries["peer_without_chunk"] * chunk_bytes)
 

@@ -158,6 +158,7 @@ def test_nodes_that_feed_each_other_need_each_chunk_once() -> None:
     assert needed_of_store(PEERS, [first, second], 10, 1000) == 1000
     assert needed_of_store(PEERS, [first, late], 10, 1000) == 1010
     assert needed_of_store(PEERS, [first, out], 10, 1000) == 1040
+    assert needed_of_store(PEERS, [first, replace(second, direct=True)], 10, 1000) == 1040
     for case in (PLAIN, replace(PEERS, strikes=(Strike("agent", 0.3),))):
         assert needed_of_store(case, [first, second], 10, 1000) == 1040
 

@@ -1,21 +1,24 @@
-"""A node that feeds others dies, hangs, is slow or is cut off from one of them in mid-load. The load is exact.
+"""A node that feeds others dies, hangs, is slow, damages bytes or is cut off from one of them. The load is exact.
 
 Three hosts with slow links need the whole model, and a fourth one is spare. A proxy counts the bytes of weights that
-leave the store. They are bounded by the reads of each chunk, which depend on the node that is its home. With three
-nodes each is the home of a third of the model, about:
+leave the store, and the switch counts what leaves each host. The first are bounded by the reads of each chunk, which
+depend on the node that is its home. With three nodes each is the home of a third of the model, about:
 
                                     chunks of the faulty node        other chunks
     nobody is at fault              1                                1
     a node loses its agent          3: each node reads the store     2: the home, and the faulty node once more
     a node is lost                  4: the spare node as well        3: it needs what the lost one had, too
     two nodes do not reach          2: one node each reads the store, for the chunks that have either as home
+    a node damages what it sends    2: the other two share one more read            1
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -41,6 +44,8 @@ WINDOW_BYTES = 9 << 20  # less than half of the model, so that chunks do not wai
 AGENT_LOST = 3 / 3 + 2 * 2 / 3  # reads of a chunk of the node's own, and of others: see above
 NODE_LOST = 4 / 3 + 3 * 2 / 3
 PARTED = 2 * 2 / 3 + 1 / 3
+DAMAGED = 2 / 3 + 2 / 3
+BESIDE_BYTES = 4 << 20  # of a host, on the wire: Ray, requests and acknowledgements
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +62,21 @@ class PeerLoad:
         self.net, self.stored, self.proxy, self._pool = net, stored, proxy, pool
         self.loading: Future[LoadedModel] = Future()
         self.events: tuple[LoadEvent, ...] = ()
+        self._sent: dict[str, int] = {}  # bytes by address, before the load
 
-    def begin(self) -> list[Host]:
-        """Return the hosts of the ranks when every agent has served and a quarter of all bytes are placed."""
+    def begin(self, on: Host | None = None) -> list[Host]:
+        """Return the hosts of the ranks when every agent has served and a quarter of all bytes are placed.
+
+        `on`: a host that is one of them.
+        """
         from ray.util import placement_group
 
-        self._group = placement_group([{HOST_RESOURCE: 1}] * NODES, strategy="STRICT_SPREAD")
+        bundles = [{HOST_RESOURCE: 1.0} for _ in range(NODES)]
+        if on is not None:
+            bundles[0][f"node:{on.address}"] = 0.001
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         assert self._group.wait(120)
+        self._sent = {host.address: host.sent_bytes for host in self.net.network.hosts}
         options = {**self.stored.options, "endpoint_url": self.proxy.endpoint_url, "device": "cpu", "timeout_s": 300}
         layout = {"data_parallel_size": NODES, "placement_group": self._group}
         self.loading = self._pool.submit(cluster.load, self.stored.uri, **options, **layout)
@@ -78,6 +91,7 @@ class PeerLoad:
         `most_reads`: how often a byte of the model leaves the store, at most and on average.
         """
         with self.loading.result(300) as model:
+            wire = {host.address: host.sent_bytes - self._sent[host.address] for host in self.net.network.hosts}
             differs = model.call(shard_differs, str(self.stored.folder), 1, 1, KV_HEADS)
             report = model.report
             self.events = client.events(model.model_id)
@@ -90,9 +104,26 @@ class PeerLoad:
         )
         assert report.peer_bytes > 0
         sent, needed = self.proxy.weights_bytes(), report.nodes[0].needed_bytes
+        again_bytes = CHUNK_BYTES * (report.hedges + sum(report.retries.values()))
         print(f"{sent / needed:.2f} of {most_reads:.2f} reads in {report.load_s:.1f} s, {report.retries}")
-        assert needed <= sent <= needed * most_reads + CHUNK_BYTES * (report.hedges + sum(report.retries.values()))
+        assert needed <= sent <= needed * most_reads + again_bytes
+        self._check_wire(wire, report, again_bytes)
         return report
+
+    def _check_wire(self, wire: dict[str, int], report: LoadReport, again_bytes: int) -> None:
+        """Compare what has left each host with what the others have counted as its bytes.
+
+        Bytes of a chunk that was asked for again, or that a lost node or agent had, are not in the report.
+        """
+        received: Counter[str] = Counter()
+        for node in report.nodes:
+            received.update(node.peer_bytes_from)
+        uncounted = again_bytes + report.bytes_by_source["unknown"]
+        uncounted += (report.attempts - 1) * report.nodes[0].needed_bytes
+        print({address: (sent, received[address]) for address, sent in wire.items()}, uncounted)
+        assert received.keys() <= wire.keys()
+        for address, sent in wire.items():
+            assert received[address] <= sent <= received[address] + uncounted + BESIDE_BYTES, address
 
     def agent(self, host: Host) -> psutil.Process:
         """The process of the host's agent."""
@@ -155,6 +186,20 @@ def test_a_link_is_ten_times_slower(peers: PeerLoad) -> None:
     slow.limit(MBIT / 10)
     report = peers.check(AGENT_LOST)
     assert report.attempts == 1
+
+
+def test_a_node_damages_what_it_sends(peers: PeerLoad) -> None:
+    faulty = peers.net.network.hosts[0]
+    node = peers.net.node_on(faulty)
+    assert node is not None
+    peers.net.start_damaging_agent(node)
+    assert faulty in peers.begin(on=faulty)
+    report = peers.check(DAMAGED)
+    assert report.retries["peer_damaged"] > 0
+    (host,) = {node.host for node in report.nodes if node.host == faulty.name}
+    assert not any(faulty.address in node.peer_bytes_from for node in report.nodes)
+    left_out = [event.details["others"] for event in peers.events if event.kind == "peer_left_out"]
+    assert set(itertools.chain(*left_out)) == {host}
 
 
 def test_two_nodes_do_not_reach_each_other(peers: PeerLoad) -> None:
