@@ -29,9 +29,9 @@ class NodeAgent:
         """See the agent."""
         self._agent.keep_record(load_id, record)
 
-    def end(self, load_id: str) -> None:
+    def end(self, load_id: str, attempt: int = 0) -> None:
         """See the agent."""
-        self._agent.end(load_id)
+        self._agent.end(load_id, attempt)
 
     def leave(self, load_id: str) -> None:
         """See the agent."""

@@ -55,7 +55,7 @@ def test_examples_are_command_lines_of_the_verb(verb: str) -> None:
     lines = [line.strip() for line in text.splitlines() if not line.strip().startswith("#")]
     assert len(lines) == len([line for line in page.examples if not line.startswith("#")]) > 0
     for line in lines:
-        command = re.sub(r"^ray job submit .* -- ", "", line)
+        command = re.sub(r"^ray job submit (?:.* )?-- ", "", line)
         name, *argv = shlex.split(command.partition(" > ")[0])
         assert name == "longshore"
         assert build_parser().parse_args(argv).run == verbs()[verb].get_default("run")
