@@ -33,6 +33,7 @@ _BRIDGE = "lsb"  # and the process id of who made it
 _TEST_NETWORK = ipaddress.IPv4Network("198.18.0.0/15")  # for tests of networks, by RFC 2544
 SHM_BYTES = 512 << 20  # limit of a host's /dev/shm; it takes what is written there
 _NOBODY = "02:00:00:00:00:01"  # an Ethernet address that no host has
+_NOWHERE = "192.0.2.1"  # nor has one this address, of RFC 5737
 _CLONE_NEWNET = 0x40000000  # <sched.h>
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 
@@ -117,6 +118,17 @@ class Host:
     def meet(self, other: Host) -> None:
         """End `part_from`."""
         self.run(["ip", "neighbour", "delete", other.address, "dev", "eth0"])
+
+    def close_port(self, port: int) -> None:
+        """Lose what goes from here to this TCP port of all others, as a firewall does, until `open_port`."""
+        self.run(["ip", "neighbour", "replace", _NOWHERE, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent"])
+        table = ["table", str(port)]
+        self.run(["ip", "route", "replace", "default", "via", _NOWHERE, "dev", "eth0", "onlink", *table])
+        self.run(["ip", "rule", "add", "ipproto", "tcp", "dport", str(port), *table])
+
+    def open_port(self, port: int) -> None:
+        """End `close_port`."""
+        self.run(["ip", "rule", "delete", "ipproto", "tcp", "dport", str(port), "table", str(port)])
 
     @property
     def sent_bytes(self) -> int:

@@ -10,6 +10,7 @@ depend on the node that is its home. With three nodes each is the home of a thir
     a node is lost                  4: the spare node as well        3: it needs what the lost one had, too
     two nodes do not reach          2: one node each reads the store, for the chunks that have either as home
     a node damages what it sends    2: the other two share one more read            1
+    no node reaches another         3: each node reads the store
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NODES = 3
+PEER_PORT = 9465
 MBIT = 24.0  # a link carries the model in seven seconds
 BEGUN = 0.25  # of the bytes to place, when a fault begins
 WINDOW_BYTES = 9 << 20  # less than half of the model, so that chunks do not wait for the late
@@ -45,6 +47,7 @@ AGENT_LOST = 3 / 3 + 2 * 2 / 3  # reads of a chunk of the node's own, and of oth
 NODE_LOST = 4 / 3 + 3 * 2 / 3
 PARTED = 2 * 2 / 3 + 1 / 3
 DAMAGED = 2 / 3 + 2 / 3
+NOTICED_S = 15.0  # after the load began; a connection is waited for 2 s, and heartbeats tell the coordinator
 BESIDE_BYTES = 4 << 20  # of a host, on the wire: Ray, requests and acknowledgements
 
 
@@ -85,10 +88,11 @@ class PeerLoad:
         found = [self.net.host_of(name) for name in sorted(self.net.actor_names("worker-"))]
         return [host for host in found if host is not None]
 
-    def check(self, most_reads: float) -> LoadReport:
+    def check(self, most_reads: float, *, alone: bool = False) -> LoadReport:
         """Wait for the load, compare its tensors with the files, and check what it counted. Returns the report.
 
-        `most_reads`: how often a byte of the model leaves the store, at most and on average.
+        `most_reads`: how often a byte of the model leaves the store, at most and on average. `alone`: no node gets
+        anything from another one.
         """
         with self.loading.result(300) as model:
             wire = {host.address: host.sent_bytes - self._sent[host.address] for host in self.net.network.hosts}
@@ -102,7 +106,7 @@ class PeerLoad:
         assert sum(report.bytes_by_source.values()) == sum(
             node.needed_bytes + node.refetched_bytes for node in report.nodes
         )
-        assert report.peer_bytes > 0
+        assert (report.peer_bytes == 0) == alone
         sent, needed = self.proxy.weights_bytes(), report.nodes[0].needed_bytes
         again_bytes = CHUNK_BYTES * (report.hedges + sum(report.retries.values()))
         print(f"{sent / needed:.2f} of {most_reads:.2f} reads in {report.load_s:.1f} s, {report.retries}")
@@ -148,7 +152,7 @@ class PeerLoad:
 @pytest.fixture
 def peers(four_hosts: NetCluster, llama: StoredModel) -> Iterator[PeerLoad]:
     net = four_hosts
-    net.configure(empty=True, cpu_ranks_per_node=1, peer_port=0, arena_bytes=WINDOW_BYTES, node_wait_s=120)
+    net.configure(empty=True, cpu_ranks_per_node=1, peer_port=PEER_PORT, arena_bytes=WINDOW_BYTES, node_wait_s=120)
     with (
         ThreadPoolExecutor(1) as pool,
         FaultProxy(llama.server.endpoint_url, address=net.network.address) as proxy,
@@ -200,6 +204,23 @@ def test_a_node_damages_what_it_sends(peers: PeerLoad) -> None:
     assert not any(faulty.address in node.peer_bytes_from for node in report.nodes)
     left_out = [event.details["others"] for event in peers.events if event.kind == "peer_left_out"]
     assert set(itertools.chain(*left_out)) == {host}
+
+
+def test_hosts_without_a_way_to_each_other_notice_in_seconds(peers: PeerLoad) -> None:
+    """As with a network policy that closes the port: each node reads the store, and report and events say so."""
+    with contextlib.ExitStack() as stack:
+        for host in peers.net.network.hosts:
+            host.close_port(PEER_PORT)
+            stack.callback(host.open_port, PEER_PORT)
+        peers.begin()
+        report = peers.check(NODES, alone=True)
+    assert report.attempts == 1
+    assert all(node.retries["peer_unavailable"] > 0 for node in report.nodes)
+    assert all(node.store_bytes == node.needed_bytes for node in report.nodes)
+    began_s = next(event.at_s for event in peers.events if event.message.endswith("-> loading"))
+    noticed_s = next(event.at_s for event in peers.events if event.kind == "peer_left_out")
+    print(f"noticed after {noticed_s - began_s:.1f} s")
+    assert noticed_s - began_s < NOTICED_S
 
 
 def test_two_nodes_do_not_reach_each_other(peers: PeerLoad) -> None:

@@ -22,6 +22,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 import cluster
 from cluster.joining.connection import disconnect
 from storage.arena.arena_files import sweep
+from tests.support.counting_proxy import CountingProxy
 from tests.support.free_ports import free_ports
 from tests.support.head_cluster import end_node, start_node
 from tests.support.ray_clusters import (
@@ -154,7 +155,7 @@ TP = 2
 def scaled() -> Iterator[AutoscaledNodes]:
     """No node but the head, at first."""
     with autoscaled_cluster({"gpus": {"GPU": 2}, "cpus": {"CPU": 1}}, idle_s=3) as there:
-        there.configure(idle_agent_s=2.0)
+        there.configure(idle_agent_s=2.0, peer_port=0)
         yield there
 
 
@@ -194,24 +195,39 @@ def test_gpus_that_are_missing_are_asked_of_the_autoscaler(scaled: AutoscaledNod
 
 
 def test_nodes_come_for_a_load_and_go_after_it(scaled: AutoscaledNodes, llama: StoredModel) -> None:
-    """Loaded to the byte, in a placement group of the user's, which needs no GPU."""
+    """Loaded to the byte, in a placement group of the user's, which needs no GPU.
+
+    A replica on a node that comes later is filled by the nodes that serve the model: the store is asked for nothing.
+    """
     said: list[str] = []
-    group = placement_group([{"CPU": 1}] * TP)
+    group, later = placement_group([{"CPU": 1}] * TP), None
     try:
-        model = cluster.load(
-            llama.uri,
-            device="cpu",
-            tensor_parallel_size=TP,
-            placement_group=group,
-            wait_for_resources_s=WAIT_S,
-            progress=lambda progress: said.append(progress.message),
-            **llama.options,
-        )
-        assert any("it asks for 2 x {CPU: 1}" in message for message in said)
-        assert model.call(shard_differs, str(llama.folder), TP, 1, KV_HEADS) == [[], []]
-        assert scaled.node_types().count("type-cpus") == TP
-        model.release()
+        with CountingProxy(llama.server.endpoint_url) as proxy:
+            options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
+            options["wait_for_resources_s"] = WAIT_S
+            model = cluster.load(
+                llama.uri,
+                tensor_parallel_size=TP,
+                placement_group=group,
+                progress=lambda progress: said.append(progress.message),
+                **options,
+            )
+            assert any("it asks for 2 x {CPU: 1}" in message for message in said)
+            assert model.call(shard_differs, str(llama.folder), TP, 1, KV_HEADS) == [[], []]
+            assert scaled.node_types().count("type-cpus") == TP
+            asked = [request for request in proxy.requests() if request.is_weights]
+            assert asked
+            later = placement_group([{"CPU": 1}])
+            with cluster.load(llama.uri, placement_group=later, **options) as replica:
+                (node,) = replica.report.nodes
+                assert node.node not in {each.node for each in model.report.nodes}
+                assert (node.store_bytes, node.peer_bytes) == (0, node.needed_bytes)
+                assert [request for request in proxy.requests() if request.is_weights] == asked
+                assert replica.call(shard_differs, str(llama.folder), 1, 1, KV_HEADS) == [[]]
+            model.release()
     finally:
         remove_placement_group(group)
+        if later is not None:
+            remove_placement_group(later)
     eventually(lambda: not scaled.node_types(), lambda: f"nodes stay: {scaled.node_types()}", WAIT_S)
     assert not scaled.status().nodes
