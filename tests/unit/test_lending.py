@@ -73,8 +73,9 @@ class Nodes:
         self.store = WrappedStore(MemoryStore(self.objects))
         self.failed: list[BaseException] = []
 
-    def open(self, node: Node) -> ModelReader:
-        load_id = node.begin(self.plan, f"reader-{node.node_id}", on_demand=True)
+    def open(self, node: Node, group_patience_s: float = 5.0) -> ModelReader:
+        about = self.plan, f"reader-{node.node_id}"
+        load_id = node.begin(*about, on_demand=True, group_patience_s=group_patience_s)
         return ModelReader(
             node.agent,
             SharedTables(self.plan.shards, self.plan.chunks, self.plan.cut),
@@ -145,7 +146,7 @@ def test_chunks_without_digests_travel_with_one(nodes_of: Callable[..., Nodes]):
 def test_a_reader_that_does_not_read_holds_nobody_up(nodes_of: Callable[..., Nodes]):
     """The second node has opened the model and reads nothing. The first waits for no chunk of it for long."""
     nodes = nodes_of(2, 24)
-    first, second = (nodes.open(node) for node in nodes.nodes)
+    first, second = (nodes.open(node, group_patience_s=1.0) for node in nodes.nodes)
     nodes.read(first)
     assert nodes.failed == []
     second.close()
