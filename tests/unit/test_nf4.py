@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cluster
 from actors.devices import convert
 from actors.devices.convert import quantize_nf4
+from actors.saving.loaded import _save_rank
+from cluster.layouts.region import MeshCut, dtensor_region
 from cluster.precision.quantized_tensors import ABSMAX, BLOCK, QUANT_MAP, STATE, VALUES, packed_state
 from tests.support import reference_quantized
 from tests.support.reference_slices import assert_same
@@ -119,3 +124,21 @@ def test_the_lookup_table_agrees_with_comparisons() -> None:
     steps = convert._step_of(scaled)
     assert (steps.diff() >= 0).all()
     assert (int(steps[0]), int(steps[-1])) == (0, 128)
+
+
+def test_part_of_a_weight_cannot_be_saved_with_others(tmp_path: Path) -> None:
+    """Bytes are packed across the rows of a rank, so those of two ranks make no tensor. A whole weight is saved."""
+
+    class Held(dict[str, torch.Tensor]):
+        rank = 0
+
+        def __init__(self, ranks: int) -> None:
+            region = dtensor_region((8, 64), [MeshCut(0, ranks, 0, 1)])
+            super().__init__({"w": torch.zeros(8 * 64 // 2 // ranks, 1, dtype=torch.uint8)})
+            self.slices = {"w": SimpleNamespace(region=region, shape=(8, 64), dtype="BF16")}
+
+    options = {"save_timeout_s": 20.0}
+    with pytest.raises(cluster.SaveRefused, match=r"rank 0: 'w' is packed as \(128, 1\)"):
+        _save_rank(Held(2), str(tmp_path / "m"), "", 1, {}, options)
+    assert not (tmp_path / "m").exists()
+    assert _save_rank(Held(1), str(tmp_path / "m"), "", 1, {}, options).size_bytes > 256
