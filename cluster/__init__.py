@@ -26,22 +26,15 @@ if TYPE_CHECKING:
     from actors.saving.save import save as save
     from actors.saving.training_state import load_training_state as load_training_state
     from cluster.client import aload as aload
-    from cluster.client import apublish as apublish
     from cluster.client import arelease as arelease
     from cluster.client import ascale as ascale
-    from cluster.client import asign as asign
     from cluster.client import astatus as astatus
     from cluster.client import aupdate as aupdate
-    from cluster.client import averify as averify
-    from cluster.client import generate_key as generate_key
     from cluster.client import load as load
-    from cluster.client import publish as publish
     from cluster.client import release as release
     from cluster.client import scale as scale
-    from cluster.client import sign as sign
     from cluster.client import status as status
     from cluster.client import update as update
-    from cluster.client import verify as verify
     from cluster.config import Config as Config
     from cluster.errors import AgentEnded as AgentEnded
     from cluster.errors import BrokenCheckpointFile as BrokenCheckpointFile
@@ -89,6 +82,13 @@ if TYPE_CHECKING:
     from cluster.planning.plan_summary import PlanSummary as PlanSummary
     from cluster.planning.preview import aplan as aplan
     from cluster.planning.preview import plan as plan
+    from cluster.publishing import apublish as apublish
+    from cluster.publishing import asign as asign
+    from cluster.publishing import averify as averify
+    from cluster.publishing import generate_key as generate_key
+    from cluster.publishing import publish as publish
+    from cluster.publishing import sign as sign
+    from cluster.publishing import verify as verify
     from cluster.small_files import config_folder as config_folder
     from cluster.telemetry.report import ClusterStatus as ClusterStatus
     from cluster.telemetry.report import LoadProgress as LoadProgress
@@ -157,10 +157,8 @@ _EXPORTS = {
     "actors.saving.convert": "aconvert convert",
     "actors.saving.save": "SaveReport save",
     "actors.saving.training_state": "load_training_state",
-    "cluster.client": (
-        "aload apublish arelease ascale asign astatus aupdate averify generate_key load publish release scale sign "
-        "status update verify"
-    ),
+    "cluster.client": "aload arelease ascale astatus aupdate load release scale status update",
+    "cluster.publishing": "apublish asign averify generate_key publish sign verify",
     "cluster.config": "Config",
     "cluster.small_files": "config_folder",
     "cluster.errors": (

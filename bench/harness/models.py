@@ -18,8 +18,8 @@ from typing import Any
 
 from bench.harness.contender import BenchFile, Spec
 from bench.harness.store import LISTING
-from cluster.client import publish
 from cluster.command_line.demo import llama_tensors, write_llama_checkpoint
+from cluster.publishing import publish
 from storage.checkpoints.safetensors_header import tensor_bytes
 
 BUCKET, PART_BUCKET = "bench", "part"

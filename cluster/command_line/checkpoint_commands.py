@@ -77,11 +77,11 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def run_publish(args: argparse.Namespace) -> int:
     """Write a manifest, after a copy when there is a destination."""
-    from cluster import client
+    from cluster import publishing
     from cluster.command_line.tables import publish_table
 
     with display_on(sys.stderr) as display:
-        report = client.publish(
+        report = publishing.publish(
             args.source,
             args.dest,
             hash_name=args.hash,
@@ -124,11 +124,11 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Compare what is stored with what was published; INTEGRITY when something differs, FAILED when nothing was."""
-    from cluster import client
+    from cluster import publishing
     from cluster.command_line.tables import verify_table
 
     with display_on(sys.stderr) as display:
-        report = client.verify(
+        report = publishing.verify(
             args.uri, progress=byte_counter(display, "verify"), **given_options(args, (*TRUSTED, *STORE))
         )
     answer(args, report.as_dict(), lambda: verify_table(report))
@@ -140,8 +140,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_saves(args: argparse.Namespace) -> int:
     """List what interrupted saves left, and remove it with --clean."""
-    from cluster.client import list_saves
     from cluster.command_line.tables import saves_table
+    from cluster.publishing import list_saves
 
     report = list_saves(args.uri, clean=args.clean, **given_options(args, STORE))
     answer(args, report.as_dict(), lambda: saves_table(report))
@@ -150,8 +150,8 @@ def run_saves(args: argparse.Namespace) -> int:
 
 def run_sign(args: argparse.Namespace) -> int:
     """Sign the manifest that is there."""
-    from cluster.client import sign
     from cluster.command_line.tables import cell
+    from cluster.publishing import sign
 
     signed = sign(args.uri, args.key, signed_name=args.signed_name, **given_options(args, STORE))
     text = f"{signed.uri}: revision {signed.revision} is signed as {signed.name} with key {signed.key_id}"
@@ -171,8 +171,8 @@ def run_config_folder(args: argparse.Namespace) -> int:
 
 def run_keygen(args: argparse.Namespace) -> int:
     """Make a pair of keys; the private one is only written."""
-    from cluster.client import generate_key
     from cluster.command_line.tables import cell
+    from cluster.publishing import generate_key
 
     made = generate_key(args.file)
     text = (

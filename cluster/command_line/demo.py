@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from cluster import client
+from cluster import client, publishing
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.joining.connection import connect, disconnect
@@ -332,7 +332,7 @@ def run(
                 }
                 say(f"uploading {written.shards} shards to an S3 server of this machine ({server.endpoint_url})")
                 begun_s = time.monotonic()
-                published = client.publish(str(checkpoint), uri, progress=show_publish, **store)
+                published = publishing.publish(str(checkpoint), uri, progress=show_publish, **store)
                 publish_s = time.monotonic() - begun_s
                 say(f"published {uri}; loading with tensor_parallel_size={RANKS}")
                 options: dict[str, Any] = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster
-from cluster.client import list_saves
+from cluster.publishing import list_saves
 from cluster.small_files import read_small_file
 from storage.errors import LongshoreError
 from storage.stores.embedded_s3 import EmbeddedS3

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cluster import client
-from cluster.client import generate_key, sign
+from cluster import publishing
 from cluster.planning.preview import plan
+from cluster.publishing import generate_key, sign
 from storage.errors import AccessDenied, ManifestMismatch
 from storage.store_ref import parse_uri
 from storage.stores.open_store import open_store
@@ -43,12 +43,12 @@ def test_a_published_model_is_read_without_listing(ceph: CephServer, tmp_path: P
     make_bucket(ceph, "get-only", [GET])
     write_tiny_llama(tmp_path / "llama")
     uri = "s3://get-only/llama"
-    published = client.publish(tmp_path / "llama", uri, sign_key=key, **owner(ceph))
+    published = publishing.publish(tmp_path / "llama", uri, sign_key=key, **owner(ceph))
     with CountingProxy(ceph.endpoint_url) as proxy:
         options = everybody(proxy.endpoint_url)
         for keys in ([], [f"{key}.pub"]):
             assert plan(uri, trusted_keys=keys, tensor_parallel_size=2, **options).revision == published.revision
-            assert client.verify(uri, trusted_keys=keys, **options).ok
+            assert publishing.verify(uri, trusted_keys=keys, **options).ok
         requests = proxy.requests()
         assert requests[0].path.endswith("/longshore.manifest.json")
         assert all(request.path.startswith("/get-only/llama/") for request in requests), "the bucket was listed"
@@ -65,10 +65,10 @@ def test_publishing_needs_no_listing(ceph: CephServer, tmp_path: Path, key: str)
     make_bucket(ceph, "no-list", [GET, PUT, DELETE])
     write_tiny_llama(tmp_path / "llama")
     options = everybody(ceph.endpoint_url)
-    copied = client.publish(tmp_path / "llama", "s3://no-list/copied", **options)
-    assert client.verify("s3://no-list/copied", **options).ok
-    again = client.publish("s3://no-list/copied", sign_key=key, **options)  # in place
+    copied = publishing.publish(tmp_path / "llama", "s3://no-list/copied", **options)
+    assert publishing.verify("s3://no-list/copied", **options).ok
+    again = publishing.publish("s3://no-list/copied", sign_key=key, **options)  # in place
     assert (again.shards, again.files, again.size_bytes) == (copied.shards, copied.files, copied.size_bytes)
-    assert client.publish("s3://no-list/copied", sign_key=key, **options).unchanged
+    assert publishing.publish("s3://no-list/copied", sign_key=key, **options).unchanged
     sign("s3://no-list/copied", key, signed_name="llama", **options)
-    assert client.verify("s3://no-list/copied", trusted_keys=[f"{key}.pub"], signed_name="llama", **options).ok
+    assert publishing.verify("s3://no-list/copied", trusted_keys=[f"{key}.pub"], signed_name="llama", **options).ok

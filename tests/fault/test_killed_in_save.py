@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import cluster
-from cluster.client import list_saves
+from cluster.publishing import list_saves
 from storage.checkpoints.checkpoint_files import INDEX_KEY, parse_weight_map
 from storage.checkpoints.replaced_files import BEFORE_KEY
 from storage.checkpoints.safetensors_header import parse_header

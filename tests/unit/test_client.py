@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster import client
+from cluster import client, publishing
 from cluster.client import load_on
 from cluster.errors import ConfigError
 from cluster.joining.patience import UNLIMITED
@@ -29,13 +29,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_path_is_accepted_like_a_string(model: Path, tmp_path: Path) -> None:
-    report = client.publish(model, tmp_path / "copy")
+    report = publishing.publish(model, tmp_path / "copy")
     assert preview.plan(tmp_path / "copy").revision == report.revision
-    assert client.verify(tmp_path / "copy").ok
+    assert publishing.verify(tmp_path / "copy").ok
 
 
 @pytest.mark.parametrize("uri", [None, 5, b"x", ["x"]])
-@pytest.mark.parametrize("verb", [client.load, preview.plan, client.publish, client.verify])
+@pytest.mark.parametrize("verb", [client.load, preview.plan, publishing.publish, publishing.verify])
 def test_values_that_are_not_uris_are_refused(verb: Any, uri: object) -> None:
     with pytest.raises(ConfigError, match=r": (model_uri|uri|uri_or_path) must be a str or a path, not"):
         verb(uri)
@@ -138,7 +138,7 @@ def test_a_cancelled_publish_stops_early(model: Path) -> None:
         cancelled.wait(60)
 
     async def cancel_publish() -> None:
-        task = asyncio.create_task(client.apublish(model, progress=progress))
+        task = asyncio.create_task(publishing.apublish(model, progress=progress))
         await asyncio.to_thread(began.wait, 60)
         task.cancel()
         await asyncio.sleep(0)  # the twin learns of it now

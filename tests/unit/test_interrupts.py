@@ -82,15 +82,15 @@ def test_ignored_sigterm_and_other_threads_are_untouched() -> None:
 def test_an_ended_command_leaves_no_manifest(tmp_path: Path, number: signal.Signals, code: int, said: str) -> None:
     write_tiny_llama(tmp_path / "llama")
     program = (
-        "import sys, time, cluster.client as client\n"
+        "import sys, time, cluster.publishing as publishing\n"
         "from cluster.command_line.cli import main\n"
-        "publish = client.publish\n"
+        "publish = publishing.publish\n"
         "def slow(*args, progress, **options):\n"
         "    def told(moment):\n"
         "        print('reading', flush=True)\n"
         "        time.sleep(0.5)\n"
         "    return publish(*args, progress=told, **options)\n"
-        "client.publish = slow\n"
+        "publishing.publish = slow\n"
         "sys.exit(main(['publish', sys.argv[1]]))\n"
     )
     process = subprocess.Popen(

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from actors import hosting
 from actors.hosting import host_rank
-from cluster import client
-from cluster.client import generate_key, sign
+from cluster import client, publishing
 from cluster.command_line.cli import main
 from cluster.config import Config, TrustPolicy
 from cluster.doctor.host_checks import check_store
@@ -23,6 +22,7 @@ from cluster.errors import ConfigError
 from cluster.options import LoadOptions
 from cluster.planning import preview
 from cluster.planning.make_plan import prepare_plan, still_current
+from cluster.publishing import generate_key, sign
 from cluster.request import LoadRequest, make_request
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.errors import (
@@ -53,7 +53,7 @@ def key(tmp_path: Path) -> Path:
 def model(tmp_path: Path, key: Path) -> Path:
     """Published and signed."""
     write_tiny_llama(tmp_path / "llama")
-    report = client.publish(tmp_path / "llama", sign_key=key)
+    report = publishing.publish(tmp_path / "llama", sign_key=key)
     assert report.signed_by is not None
     return tmp_path / "llama"
 
@@ -108,13 +108,13 @@ def test_a_place_that_is_not_allowed_is_never_opened(model: Path) -> None:
     with pytest.raises(SourceRefused):
         still_current(request(model), "0" * 64, 5, trust)
     config = Config(allowed_schemes="s3")
-    for verb in (client.load, preview.plan, client.publish, client.verify):
+    for verb in (client.load, preview.plan, publishing.publish, publishing.verify):
         with pytest.raises(SourceRefused):
             verb(model, config=config)
     with pytest.raises(SourceRefused):
         sign(model, model.parent / "signer", config=config)
     with pytest.raises(SourceRefused):
-        client.publish("s3://bucket/model", model / "copy", config=Config(allowed_schemes="file"))
+        publishing.publish("s3://bucket/model", model / "copy", config=Config(allowed_schemes="file"))
 
 
 def test_the_doctor_reports_what_is_not_allowed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +157,16 @@ def test_invalid_trust_settings_are_errors_and_allow_nothing(name: str, value: s
 
 def test_verify_and_plan_require_signatures(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = f"{key}.pub"
-    assert client.verify(model, trusted_keys=[public]).ok
+    assert publishing.verify(model, trusted_keys=[public]).ok
     revision = preview.plan(model, trusted_keys=[public]).revision
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", KEYS[0])
-    for verb in (client.verify, preview.plan):
+    for verb in (publishing.verify, preview.plan):
         with pytest.raises(UnknownSigner):
             verb(model)
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", public)
-    assert client.verify(model).ok
+    assert publishing.verify(model).ok
     (model / SIGNATURE_KEY).unlink()
-    for verb in (client.verify, preview.plan):
+    for verb in (publishing.verify, preview.plan):
         with pytest.raises(ManifestUnsigned):
             verb(model)
     assert sign(model, key).revision == revision
@@ -193,7 +193,7 @@ def test_names_of_two_lists_of_keys_must_both_match() -> None:
 def test_a_model_loads_only_under_its_signed_name(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster
     public, here = f"{key}.pub", str(model).strip("/")
-    for verb in (client.verify, preview.plan):
+    for verb in (publishing.verify, preview.plan):
         verb(model, trusted_keys=[public])
         verb(model, trusted_keys=[public], signed_name=here)
         verb(model, signed_name="whatever")  # who trusts no key checks no signature
@@ -205,7 +205,7 @@ def test_a_model_loads_only_under_its_signed_name(model: Path, key: Path, monkey
         pass
     assert sign(model, key, signed_name="llama").name == "llama"
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", f"{public}:llama")
-    for verb in (client.verify, preview.plan):
+    for verb in (publishing.verify, preview.plan):
         verb(model, signed_name="llama")
         with pytest.raises(SignedNameMismatch):
             verb(model)
@@ -232,8 +232,8 @@ def test_only_the_revision_that_is_asked_for(
     for name in ("model.safetensors.index.json", *[path.name for path in model.glob("*.safetensors")]):
         (model / name).unlink()
     write_tiny_llama(model, seed=1)
-    second = client.publish(model, sign_key=key).revision
-    for verb in (client.verify, preview.plan):
+    second = publishing.publish(model, sign_key=key).revision
+    for verb in (publishing.verify, preview.plan):
         assert verb(model, revision=second).revision == second
         with pytest.raises(RevisionMismatch) as refused:
             verb(model, revision=first)
@@ -244,7 +244,7 @@ def test_only_the_revision_that_is_asked_for(
         pass
     for name, data in signed_before.items():  # a writer to the bucket puts the old ones back
         (model / name).write_bytes(data)
-    for verb in (client.verify, preview.plan):
+    for verb in (publishing.verify, preview.plan):
         with pytest.raises(RevisionMismatch):
             verb(model, trusted_keys=[f"{key}.pub"], revision=second)
     assert main(["plan", str(model), "--revision", second]) == 6
@@ -253,10 +253,10 @@ def test_only_the_revision_that_is_asked_for(
 
 def test_one_file_and_an_unpublished_model_have_a_revision_too(model: Path) -> None:
     file = next(model.glob("*.safetensors"))
-    whole, one = client.verify(model).revision, client.verify(file).revision
+    whole, one = publishing.verify(model).revision, publishing.verify(file).revision
     assert whole != one
-    assert preview.plan(file, revision=one).revision == client.verify(file, revision=one).revision == one
-    for verb in (client.verify, preview.plan):
+    assert preview.plan(file, revision=one).revision == publishing.verify(file, revision=one).revision == one
+    for verb in (publishing.verify, preview.plan):
         with pytest.raises(RevisionMismatch):
             verb(file, revision=whole)
     (model / MANIFEST_KEY).unlink()
@@ -265,7 +265,7 @@ def test_one_file_and_an_unpublished_model_have_a_revision_too(model: Path) -> N
     with pytest.raises(RevisionMismatch):
         preview.plan(model, revision=whole)
     with pytest.raises(RevisionMismatch, match="not published"):
-        client.verify(model, revision=bare)
+        publishing.verify(model, revision=bare)
 
 
 def test_an_unpublished_model_cannot_be_signed(tmp_path: Path, key: Path) -> None:
@@ -274,7 +274,7 @@ def test_an_unpublished_model_cannot_be_signed(tmp_path: Path, key: Path) -> Non
         sign(tmp_path / "bare", key)
     assert not (tmp_path / "bare" / SIGNATURE_KEY).exists()
     with pytest.raises(InvalidKey):
-        client.publish(tmp_path / "bare", sign_key=f"{key}.pub")
+        publishing.publish(tmp_path / "bare", sign_key=f"{key}.pub")
     assert not (tmp_path / "bare" / MANIFEST_KEY).exists()
 
 

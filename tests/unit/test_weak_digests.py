@@ -8,12 +8,12 @@ import pytest
 
 from actors import hosting
 from actors.hosting import host_rank
-from cluster import client
-from cluster.client import generate_key, sign
+from cluster import publishing
 from cluster.command_line.cli import main
 from cluster.config import Config
 from cluster.options import LoadOptions
 from cluster.planning.preview import plan as plan_ahead
+from cluster.publishing import generate_key, sign
 from cluster.request import make_request
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checksum import digest_of
@@ -49,7 +49,7 @@ def key(tmp_path: Path) -> Path:
 @pytest.fixture
 def weak(tmp_path: Path) -> Path:
     write_tiny_llama(tmp_path / "llama")
-    client.publish(tmp_path / "llama", hash_name="xxh3_128")
+    publishing.publish(tmp_path / "llama", hash_name="xxh3_128")
     return tmp_path / "llama"
 
 
@@ -119,20 +119,20 @@ def test_a_store_is_identified_by_all_that_locates_it() -> None:
 def test_publish_and_sign_refuse_digests_that_can_be_forged(tmp_path: Path, weak: Path, key: Path) -> None:
     write_tiny_llama(tmp_path / "other")
     with pytest.raises(WeakDigest, match="--hash blake3"):
-        client.publish(tmp_path / "other", hash_name="xxh3_128", sign_key=key)
+        publishing.publish(tmp_path / "other", hash_name="xxh3_128", sign_key=key)
     assert not (tmp_path / "other" / MANIFEST_KEY).exists()
     with pytest.raises(WeakDigest, match="longshore publish URI --hash blake3 --sign-key FILE") as refused:
         sign(weak, key)
     assert refused.value.details["uri"] == weak.as_uri()
     assert not (weak / SIGNATURE_KEY).exists()
-    assert client.publish(weak, sign_key=key).hash_name == "blake3"  # as the hint says
+    assert publishing.publish(weak, sign_key=key).hash_name == "blake3"  # as the hint says
 
 
 def test_trusted_keys_require_strong_digests(weak: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (weak / MANIFEST_KEY).read_bytes()
     (weak / SIGNATURE_KEY).write_bytes(sign_manifest(data, SigningKey.read(key), path_of(weak.as_uri())))
     public = f"{key}.pub"
-    for verb in (client.verify, plan_ahead):
+    for verb in (publishing.verify, plan_ahead):
         verb(weak)  # without trusted keys, accidental damage is reported as always
         with pytest.raises(WeakDigest, match="publish the model again"):
             verb(weak, trusted_keys=[public])
