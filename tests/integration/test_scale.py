@@ -77,7 +77,7 @@ def test_a_replica_is_filled_from_the_node_that_has_the_model(
                 model.scale(3)
             assert model.update(next_llama.uri).ranks == ("exchanged",) * 4
             assert is_exact(model, next_llama, 4)
-            model.save(tmp_path / "saved")
+            model.save(tmp_path / "saved", source_options=next_llama.options)
             removed = cluster.scale(model.model_id, 1)
             assert removed.ranks == (2, 3)
             assert len(longshore.living_workers()) == 2
@@ -105,11 +105,16 @@ def loaded(proxy: GatedProxy, stored: StoredModel) -> cluster.LoadedModel:
     return cluster.load(stored.uri, device="cpu", **{**stored.options, "endpoint_url": proxy.endpoint_url})
 
 
-def worker_of(longshore: Longshore, model: cluster.LoadedModel, rank: int, incarnation: int) -> str:
-    """Return the name of a rank's worker once its process is up and reads."""
-    name = f"worker-{model.model_id}-{rank}-{incarnation}"
-    eventually(lambda: name in longshore.living_workers(), f"{name} does not start")
-    return name
+def kill_worker_of(longshore: Longshore, model: cluster.LoadedModel, rank: int, killed: set[str]) -> None:
+    """Kill a rank's worker that was not killed before, once its process is up."""
+
+    def found() -> str | None:
+        names = longshore.living_workers().keys() - killed
+        return next((name for name in names if name.startswith(f"worker-{model.model_id}-{rank}-")), None)
+
+    name = eventually(found, f"rank {rank} has no worker")
+    killed.add(name)
+    longshore.kill(name)
 
 
 @SMALL
@@ -118,6 +123,7 @@ def test_the_others_serve_while_a_replica_is_filled(
 ) -> None:
     """Its worker is killed meanwhile, and replaced. When that one is killed too, the model is as it was."""
     with loaded(proxy, llama) as model:
+        killed: set[str] = set()
         for times in (2, 1):
             proxy.hold_all()
             growing = pool.submit(model.scale, 2)
@@ -127,9 +133,8 @@ def test_the_others_serve_while_a_replica_is_filled(
                 cluster.scale(model.model_id, 3)
             with pytest.raises(cluster.UpdateRefused, match="another"):
                 model.update()
-            first = 2 if times == 1 else 0  # the numbers of workers go on
-            for incarnation in range(first, first + times):
-                longshore.kill(worker_of(longshore, model, 1, incarnation))
+            for _ in range(times):
+                kill_worker_of(longshore, model, 1, killed)
             if times == 2:
                 with pytest.raises(cluster.ScaleFailed, match="rank 1 was lost 2 times"):
                     growing.result(120)
