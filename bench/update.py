@@ -2,8 +2,8 @@
 
     store --HTTP--> 2 tensor-parallel ranks that hold a Llama     the next revision: 5 % of the bytes are others
 
-Every way takes the ranks from one revision to the other, so that each round ends where it began. nginx counts the
-bytes. The arena keeps no chunk: what a load reads comes from the store.
+Every turn has a revision of its own: for an update 5 % of the bytes are others, for a load all of them. So nothing that
+is read is in the arena. nginx counts the bytes.
 """
 
 from __future__ import annotations
@@ -45,20 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with run_folder(options.folder, "longshore-bench-") as folder:
         bucket = folder / "www" / BUCKET
-        write_model(bucket / "old", options.size, 1)
-        changed_bytes = write_next(bucket / "old", bucket / "new")
-        for name in ("old", "new"):
-            cluster.publish(bucket / name)
-        model_bytes = sum(path.stat().st_size for path in (bucket / "old").glob("*.safetensors"))
+        write_model(bucket / "r0", options.size, 0)
+        cluster.publish(bucket / "r0")
+        model_bytes = sum(path.stat().st_size for path in (bucket / "r0").glob("*.safetensors"))
         with RangeServer(folder / "www", folder / NGINX) as server:
-            spec = Spec("http", server.endpoint, BUCKET, str(bucket / "old"), (), model_bytes)
-            rows = measure(spec, Path(server.access_log), options.rounds)
+            spec = Spec("http", server.endpoint, BUCKET, str(bucket / "r0"), (), model_bytes)
+            changed_bytes, rows = measure(spec, Path(server.access_log), options.rounds, options.size)
     head = f"{model_bytes / 1e9:.2f} GB, {changed_bytes / model_bytes:.3f} of it new"
     print(f"\n{markdown_table((head, *HEADINGS), rows)}")
     return 0
 
 
-def write_next(old: Path, new: Path) -> int:
+def write_next(old: Path, new: Path, seed: int) -> int:
     """Write a revision in which at most `SHARE` of the bytes differ: the largest tensors that fit. Returns their bytes.
 
     Small tensors stay: a chunk is read whole, and they are in chunks of others.
@@ -69,7 +67,7 @@ def write_next(old: Path, new: Path) -> int:
         with path.open("rb") as file:
             header = parse_header(file.read(HEADER_BYTES), path.stat().st_size)
         found += [(tensor.end - tensor.start, path, tensor.start) for tensor in header.tensors]
-    random, left = np.random.default_rng(7), int(SHARE * sum(length for length, *_ in found))
+    random, left = np.random.default_rng(seed), int(SHARE * sum(length for length, *_ in found))
     budget = left
     for length, path, start in sorted(found, reverse=True):
         if SMALL_BYTES < length <= left:
@@ -80,8 +78,8 @@ def write_next(old: Path, new: Path) -> int:
     return budget - left
 
 
-def measure(spec: Spec, access_log: Path, rounds: int) -> list[tuple[str, ...]]:
-    """Return the rows of the table."""
+def measure(spec: Spec, access_log: Path, rounds: int, size_bytes: int) -> tuple[int, list[tuple[str, ...]]]:
+    """Return the bytes that an update changes, and the rows of the table."""
     arguments = {"device": "cpu", "progress": False, "tensor_parallel_size": RANKS, **store_arguments(spec)}
 
     def update(model: Any, uri: str, streaming: bool = False) -> tuple[Any, int]:
@@ -103,18 +101,27 @@ def measure(spec: Spec, access_log: Path, rounds: int) -> list[tuple[str, ...]]:
         "release and load, by new workers": restart,
     }
     found: dict[str, list[tuple[float, int, int]]] = {title: [] for title in ways}
-    old, new = model_uri(spec, "old"), model_uri(spec, "new")
+    folder, seed, changed_bytes = Path(spec.folder), 0, 0
     fetch_host_pages(spec.model_bytes)
     with our_cluster(spec, cluster.Config(warm_workers_s=WARM_S, arena_bytes=UNKEPT_BYTES)):
-        model: Any = cluster.load(old, **arguments)
+        model: Any = cluster.load(model_uri(spec, folder.name), **arguments)
         for number in range(rounds):
-            for turn, (title, way) in enumerate(ways.items()):
+            for title, way in ways.items():
+                seed += 1
+                new = folder.with_name(f"r{seed}")
+                if "update" in title:
+                    changed_bytes = write_next(folder, new, seed)
+                else:
+                    write_model(new, size_bytes, seed)  # no byte is in the arena
+                cluster.publish(new)
                 settle()
                 sent_bytes, begun_s = sum(map(int, access_log.read_text().split())), time.monotonic()
-                model, staged_bytes = way(model, old if turn % 2 else new)
+                model, staged_bytes = way(model, model_uri(spec, new.name))
                 took_s = time.monotonic() - begun_s
                 settle()  # nginx writes a line when an answer has ended
                 read_bytes = sum(map(int, access_log.read_text().split())) - sent_bytes
+                shutil.rmtree(folder)
+                folder = new
                 found[title].append((took_s, read_bytes, staged_bytes))
                 print(f"{number + 1}  {title:40} {took_s:7.2f} s  {read_bytes / spec.model_bytes:6.3f}", flush=True)
         model.release()
@@ -126,7 +133,7 @@ def measure(spec: Spec, access_log: Path, rounds: int) -> list[tuple[str, ...]]:
         shares = (f"{statistics.median(each) / spec.model_bytes:.3f}" for each in counts)
         span = f"{middle_s:.2f} ({min(times):.2f}-{max(times):.2f})"
         rows.append((title, span, f"{middle_s / first_s:.2f}", *shares))
-    return rows
+    return changed_bytes, rows
 
 
 if __name__ == "__main__":
