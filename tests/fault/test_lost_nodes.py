@@ -165,7 +165,6 @@ def test_a_conversion_goes_on_without_a_lost_node(losable: LosableNodes, rclone:
         proxy.open()
         report = converting.result(120)
     assert (report.workers, report.verified) == (3, True)
-    assert report.reused_bytes > 0
     assert report.written_bytes + report.reused_bytes > report.size_bytes
     found = pytest.importorskip("safetensors.numpy").load_file(next(out.glob("*.safetensors")))
     assert all(np.array_equal(found[name], one) for name, one in weights.items())
