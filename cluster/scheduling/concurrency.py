@@ -232,16 +232,16 @@ class StoreAhead:
         self._left = TRIAL_REQUESTS if self.allowed else self._rest
 
 
-PATIENT_FOR = 4  # times that a chunk takes this node
-LEAST_PATIENCE_S = 5.0  # a process that gets no processor for a while is no slow store
-CHAIN_PATIENCE_S = 20.0  # instead, for a node that waits itself: for a third one that is gone, or for a slot
+PATIENT_FOR = 4  # times that a chunk takes
+LEAST_PATIENCE_S = 20.0  # many chunks may share a slow link, and a process may get no processor for a while
 
 
 class PeerPatience:
     """How long one rank waits for other nodes to get chunks from the store. Not thread-safe; the caller holds a lock.
 
-    It waits PATIENT_FOR times as long as its own chunks take. So where the store is slow for all nodes, they wait for
-    each other, and no chunk is read twice. A node whose store alone is slow keeps the others for a few chunks' time.
+    It waits PATIENT_FOR times as long as chunks take, its own or those of others, and LEAST_PATIENCE_S at least. So
+    where the store is slow for all nodes, they wait for each other, and no chunk is read twice. A node whose store
+    alone is slow keeps the others for so long.
     """
 
     def __init__(self) -> None:
@@ -271,20 +271,15 @@ class PeerPatience:
         Args:
             cause: "peer_late" if it reads the store, "peer_waits" if it waits for a slot or for a third node.
         """
-        least_s = {"peer_late": LEAST_PATIENCE_S, "peer_waits": CHAIN_PATIENCE_S}.get(cause)
-        if least_s is None or chunk not in self._asked:
+        if cause not in ("peer_late", "peer_waits") or chunk not in self._asked:
             return False
         waited_s, usual_s = now_s - self._asked[chunk], self._usual_s(now_s)
-        return usual_s is None or waited_s < max(least_s, PATIENT_FOR * usual_s)
+        return usual_s is None or waited_s < max(LEAST_PATIENCE_S, PATIENT_FOR * usual_s)
 
     def _usual_s(self, now_s: float) -> float | None:
         """Return the time that a chunk takes. None: nothing has come, so nobody is known to be faster."""
         ages_s = [now_s - begun_s for begun_s in self._running.values()]
-        if own_s := self._took_s[True]:
-            return max(median(own_s), min(ages_s, default=0.0))
-        if ages_s:
-            return max(ages_s)
-        return median(self._took_s[False]) if self._took_s[False] else None
+        return max((median(times_s) for times_s in (*self._took_s.values(), ages_s) if times_s), default=None)
 
 
 class Hedges:

@@ -53,7 +53,11 @@ def replica_of(shard: Any) -> tuple[int, int]:
 
 @pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0)
 def test_a_replica_is_filled_from_the_node_that_has_the_model(
-    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, tmp_path: Path
+    longshore: Longshore,
+    llama: StoredModel,
+    next_llama: StoredModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with CountingProxy(llama.server.endpoint_url) as proxy:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
@@ -77,7 +81,11 @@ def test_a_replica_is_filled_from_the_node_that_has_the_model(
                 model.scale(3)
             assert model.update(next_llama.uri).ranks == ("exchanged",) * 4
             assert is_exact(model, next_llama, 4)
-            model.save(tmp_path / "saved", source_options=next_llama.options)
+            with monkeypatch.context() as there:  # where this process finds the keys for the source's small files
+                there.setenv("AWS_ACCESS_KEY_ID", next_llama.server.access_key_id)
+                there.setenv("AWS_SECRET_ACCESS_KEY", next_llama.server.secret_access_key)
+                where = {name: next_llama.options[name] for name in ("endpoint_url", "region")}
+                model.save(tmp_path / "saved", source_options=where)
             removed = cluster.scale(model.model_id, 1)
             assert removed.ranks == (2, 3)
             assert len(longshore.living_workers()) == 2

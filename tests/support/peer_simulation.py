@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from actors.node.node_load import NodeLoad
 from actors.rank.state import FetchedChunk
 from cluster.messages import PEER_READ, Commit, LeaseOrder, NodePeer, Orders, PeerSource, RankHello, RankUpdate
-from cluster.scheduling.concurrency import CHAIN_PATIENCE_S
+from cluster.scheduling.concurrency import LEAST_PATIENCE_S
 from storage.arena.slots import CachedChunk
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
@@ -249,7 +249,7 @@ class ServingNode(NodeSimulation):
         if not isinstance(found, NoChunk):
             request.load, request.cached = found
             request.sent_s = self.now_s
-        elif found is not NoChunk.COMING or self.now_s - request.begun_s > CHAIN_PATIENCE_S:
+        elif found is not NoChunk.COMING or self.now_s - request.begun_s > LEAST_PATIENCE_S:
             request.refused = found
             self.requests.remove(request)
 

@@ -479,7 +479,9 @@ class S3Store:
                     **condition,
                 )
                 return object_info(key, len(data), answer.get("ETag"))
-        except ObjectNotFound as error:  # of If-Match, when the object was removed
+        except ObjectNotFound as error:
+            if etag is None:  # there is no such bucket
+                raise
             raise ObjectChanged("the object was removed meanwhile", uri=self.uri, key=key, expected=etag) from error
         except StoreError as error:
             if isinstance(error, StoreUnavailable | AccessDenied | ObjectChanged) or error.details.get("status") != 501:
