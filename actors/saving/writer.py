@@ -436,7 +436,14 @@ class CheckpointWriter:
             raise _conflict(self._store) from error
 
     def abandon(self) -> None:
-        """Remove the parts that were sent, and the journal. Nothing of this save can be continued."""
+        """Remove the parts that were sent, and the journal. Nothing of this save can be continued.
+
+        If another save took over, it has done that, and what is there is its own.
+        """
+        try:
+            self._journal.check()
+        except ObjectChanged:
+            return
         begun = self._begun
         remove_save(
             self._store,
@@ -549,9 +556,19 @@ class CheckpointWriter:
         except ObjectChanged as error:
             raise _conflict(self._store) from error
 
+    def _check_conflict(self) -> None:
+        """Raise SaveConflict if another save took over, or another revision was published: its files are not ours."""
+        self._check_journal()
+        try:
+            found = with_retries(lambda: self._store.stat(MANIFEST_KEY), self._policy).etag
+        except ObjectNotFound:
+            found = None
+        if found != self._begun.manifest_etag:
+            raise _conflict(self._store)
+
     def _keep_replaced(self, files: Mapping[str, Contents]) -> dict[str, ObjectInfo]:
         """Keep the bytes of files that are about to be replaced. Return those that the store has already."""
-        self._check_journal()
+        self._check_conflict()
         found = read_replaced(self._store, self._policy)
         if found is None or found.revision != self._begun.replaces:
             found = ReplacedFiles(self._begun.replaces)
@@ -574,6 +591,7 @@ class CheckpointWriter:
         digest = digest_of(self._begun.hash_name, data).hex()
         info = same.get(name)
         if info is None:
+            self._check_conflict()
             info = with_retries(lambda: _send(self._store, name, data), self._policy)
         return ManifestFile(
             path=name, size_bytes=len(data), etag=info.etag, source_etag=info.etag, checked_by=WRITTEN, digest=digest

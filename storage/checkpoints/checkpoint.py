@@ -40,6 +40,7 @@ from storage.errors import (
     ManifestMismatch,
     ManifestUnsigned,
     ObjectNotFound,
+    RangeMismatch,
     RevisionMismatch,
     SignatureError,
 )
@@ -359,7 +360,7 @@ def read_other_file(store: ObjectStore, file: OtherFile) -> bytes:
             raise IntegrityError(
                 f"{file.key} is not the published one", hint=_UPLOAD_HINT, key=file.key, expected=file.digest
             )
-    except (ManifestMismatch, IntegrityError):
+    except (ManifestMismatch, IntegrityError, RangeMismatch):  # the last: replaced by a shorter file just now
         if (before := published_bytes(store, file)) is None:
             raise
         return before

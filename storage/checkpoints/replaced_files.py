@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter, ValidationError
@@ -30,6 +31,7 @@ from storage.stores.requests import RetryPolicy, with_retries
 BEFORE_KEY = "longshore.save.before"
 MAX_FILE_BYTES = 64 << 20  # of a file whose old bytes are kept; engines get no larger ones (`cluster.small_files`)
 MAX_BYTES = 256 << 20  # of all old bytes
+PIECE_BYTES = 8 << 20  # read at a time
 _DIGESTS = TypeAdapter(dict[Path, tuple[str, ...]])
 
 
@@ -47,11 +49,11 @@ class ReplacedFiles:
         written = {name: digests for name, digests in self.written.items() if name != path}
         earlier: tuple[str, ...] = ()
         try:
-            before = _stored_bytes(store, path, policy)
+            before, is_saved = _stored_bytes(store, path, self.written.get(path, ()), policy)
         except ObjectNotFound:
             pass  # it is new
         else:
-            if before is not None and _digest(before) in self.written.get(path, ()):  # a save put that there
+            if is_saved:
                 earlier, before = self.written[path], self.contents.get(path)
             elif before is None or len(before) > MAX_BYTES - sum(map(len, contents.values())) or path == METADATA_KEY:
                 return ReplacedFiles(self.revision, contents, written)
@@ -96,6 +98,8 @@ def published_bytes(store: ObjectStore, file: OtherFile) -> bytes | None:
     """
     try:
         info = store.stat(BEFORE_KEY)
+        if info.size_bytes > MAX_BYTES + MAX_HEADER_BYTES:
+            return None
         header, _ = read_head(store, BEFORE_KEY, info.size_bytes, etag=info.etag)
         found = next((one for one in header.tensors if one.name == file.key), None)
         if found is None or file.digest is None or found.end - found.start != file.size_bytes:
@@ -122,10 +126,10 @@ def put_back(store: ObjectStore, revision: str, policy: RetryPolicy) -> None:
     if found is not None and found.revision == revision:
         for path, digests in found.written.items():
             try:
-                now = _stored_bytes(store, path, policy)
+                _, is_saved = _stored_bytes(store, path, digests, policy)
             except ObjectNotFound:
                 continue
-            if now is None or _digest(now) not in digests:
+            if not is_saved:
                 continue
             if path in found.contents:
                 with_retries(lambda path=path: store.put(path, found.contents[path]), policy)  # type: ignore[misc]
@@ -134,12 +138,22 @@ def put_back(store: ObjectStore, revision: str, policy: RetryPolicy) -> None:
     with_retries(lambda: store.delete(BEFORE_KEY), policy)
 
 
-def _stored_bytes(store: ObjectStore, path: str, policy: RetryPolicy) -> bytes | None:
-    """Return the bytes of a small file; None if it has more than 64 MiB. Raises ObjectNotFound and StoreError."""
+def _stored_bytes(
+    store: ObjectStore, path: str, digests: Collection[str], policy: RetryPolicy
+) -> tuple[bytes | None, bool]:
+    """Return the bytes of a file, and whether a save put them there, which wrote files with these digests.
+
+    The bytes are None for more than 64 MiB. Raises ObjectNotFound and StoreError.
+    """
     info = with_retries(lambda: store.stat(path), policy)
-    if info.size_bytes > MAX_FILE_BYTES:
-        return None
-    return with_retries(lambda: read_bytes(store, path, ByteRange(0, info.size_bytes), etag=info.etag), policy)
+    is_small = info.size_bytes <= MAX_FILE_BYTES
+    hasher, pieces = hashlib.sha256(), []
+    if is_small or digests:
+        for place in ByteRange(0, info.size_bytes).split(PIECE_BYTES):
+            piece = with_retries(lambda place=place: read_bytes(store, path, place, etag=info.etag), policy)  # type: ignore[misc]
+            hasher.update(piece)
+            pieces.append(piece if is_small else b"")
+    return b"".join(pieces) if is_small else None, hasher.hexdigest() in digests
 
 
 def _digest(data: bytes) -> str:

@@ -28,7 +28,7 @@ from storage.errors import InvalidHeader, NotACheckpoint
 from storage.problems import Problems, quote
 from storage.publishing.one_object import AmaxScan, BadChunk, ObjectDigests, Recorded, digest_object
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, RangeReader, ranges_of, run_readers
-from storage.stores.requests import RetryPolicy
+from storage.stores.requests import RetryPolicy, with_retries
 
 REPLACED = "a save that did not end has replaced files, whose published bytes are kept and read"
 NOT_PUBLISHED = "not published, so there are no digests to compare; `longshore publish` writes them"
@@ -240,11 +240,11 @@ class _Verify:
             entry.path
             for entry in entries
             if not isinstance(entry, ManifestShard)
-            and published_bytes(
-                self._store, OtherFile(entry.path, entry.size_bytes, f"{self._manifest.hash}:{entry.digest}")
-            )
-            is not None
+            and self._is_kept(OtherFile(entry.path, entry.size_bytes, f"{self._manifest.hash}:{entry.digest}"))
         }
+
+    def _is_kept(self, file: OtherFile) -> bool:
+        return with_retries(lambda: published_bytes(self._store, file), self._policy) is not None
 
     def _check(self, job: tuple[ManifestFile, ObjectInfo], reader: RangeReader) -> None:
         entry, info = job

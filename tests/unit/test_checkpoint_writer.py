@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from actors.saving.writer import Begun, CheckpointWriter, PartsDiffer, begin_save
 from cluster.errors import SaveConflict, SaveError, SaveRefused
 from cluster.saving.shards import ShardLayout, TensorSpec, lay_out, part_bounds, revision_of_file
+from storage.checkpoints import replaced_files
 from storage.checkpoints.checkpoint import open_model, read_other_file
 from storage.checkpoints.checkpoint_files import INDEX_KEY, SAVE_JOURNAL_KEY, parse_weight_map
 from storage.checkpoints.manifest import MANIFEST_KEY
@@ -27,8 +28,8 @@ from storage.checkpoints.replaced_files import BEFORE_KEY, ReplacedFiles, put_ba
 from storage.checkpoints.safetensors_header import parse_header
 from storage.errors import IntegrityError, ObjectChanged, StoreUnavailable
 from storage.publishing.publish import publish
-from storage.publishing.save_history import interrupted_saves
-from storage.publishing.saves import list_saves, parse_journal, put_if, remove_leftovers
+from storage.publishing.save_history import interrupted_saves, remember_save
+from storage.publishing.saves import list_saves, parse_journal, put_if, remove_leftovers, writes_parts
 from storage.publishing.verify import verify
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.local import LocalStore
@@ -222,6 +223,18 @@ def test_of_two_saves_the_later_one_wins(store: ObjectStore) -> None:
     assert open_model(store).revision == revision
 
 
+def test_a_save_that_is_abandoned_leaves_the_journal_of_another(store: ObjectStore) -> None:
+    model = {"w": np.arange(10, dtype=np.float32)}
+    layouts, begun = begin(store, model)
+    first = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    layouts, begun = begin(store, {"other": np.zeros(3, np.uint8)})
+    later = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(later, layouts, {"other": np.zeros(3, np.uint8)})
+    first.abandon()
+    later.commit()
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()
+
+
 FILES = {"config.json": b'{"a": 1}', "tokenizer.json": b"[1, 2, 3]", "1_Pooling/config.json": b"{}", "same.txt": b"x"}
 NEWER = {**FILES, "config.json": b'{"a": 2}', "tokenizer.json": b"[1]", "1_Pooling/config.json": b"[]", "new.txt": b"y"}
 
@@ -288,6 +301,66 @@ def test_small_files_stay_until_the_manifest(store: ObjectStore, step: str) -> N
     again = commit(store, newer, NEWER)
     assert (open_model(store).revision, NEWER.items() <= contents(store).items()) == (again, True)
     assert BEFORE_KEY not in {info.key for info in store.list()}
+
+
+def test_small_files_of_a_revision_published_meanwhile_stay(store: ObjectStore) -> None:
+    model, newer = {"w": np.arange(10, dtype=np.float32)}, {"w": np.ones(10, np.float32)}
+    commit(store, model, FILES)
+    with pytest.raises(SaveConflict):
+        commit(store, newer, NEWER, stop_at="files", call=lambda: publish(store, hash_name="xxh3_128"))
+    assert FILES.items() <= contents(store).items()
+    interrupted_saves(store, revision_of_file, POLICY, clean=True)
+    assert FILES.items() <= contents(store).items()
+
+
+def test_a_later_save_that_begins_while_small_files_are_replaced_undoes_them(store: ObjectStore) -> None:
+    model, newer = {"w": np.arange(10, dtype=np.float32)}, {"w": np.ones(10, np.float32)}
+    commit(store, model, FILES)
+    before = contents(store)
+    with pytest.raises(SaveConflict):  # and does not replace more
+        commit(store, newer, NEWER, stop_at="index", call=lambda: begin(store, {"other": np.zeros(3, np.uint8)}))
+    assert contents(store) == before
+
+
+def test_a_small_file_that_a_large_one_replaced_is_put_back(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replaced_files, "MAX_FILE_BYTES", 64)
+    model, newer = {"w": np.arange(10, dtype=np.float32)}, {"w": np.ones(10, np.float32)}
+    commit(store, model, FILES)
+    for size in (65, 100):
+        commit(store, newer, {**FILES, "config.json": b"x" * size}, stop_at="index")
+        assert FILES.items() <= contents(store).items()
+    interrupted_saves(store, revision_of_file, POLICY, clean=True)
+    assert stored(store, "config.json") == FILES["config.json"]
+    assert FILES.items() <= contents(store).items()
+
+
+def test_uploads_of_a_training_state_that_was_interrupted_go_with_it(store: ObjectStore) -> None:
+    revision = commit(store, {"w": np.zeros(3, np.uint8)}, FILES)
+    (shard,) = open_model(store).shards
+    old, new = "training/00000000000000aa", "training/00000000000000bb"
+    for state in (old, new):
+        writes_parts(store).begin_parts(f"{state}/model-0-00001-of-00001.safetensors")
+        store.put(f"{state}/{SAVE_JOURNAL_KEY}", b"{}")
+    gone = remember_save(store, revision_of_file(shard.key) or "", new[-16:], 1, revision_of_file, POLICY)
+    assert gone == (f"{old}/{SAVE_JOURNAL_KEY}",)
+    assert [len(list(writes_parts(store).open_uploads(f"{state}/model-"))) for state in (old, new)] == [0, 1]
+    assert open_model(store).revision == revision
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_read_as_it_was(tmp_path: Path) -> None:
+    class Slow(LocalStore):
+        def stat(self, key: str) -> ObjectInfo:
+            return before.get(key) or super().stat(key)
+
+    store, before = Slow(tmp_path), {}
+    commit(store, {"w": np.zeros(3, np.uint8)}, FILES)
+    file = next(file for file in open_model(store).files if file.key == "config.json")
+    info = store.stat("config.json")
+    commit(store, {"w": np.ones(3, np.uint8)}, {**FILES, "config.json": b"{}"}, stop_at="index")
+    before["config.json"] = info
+    assert read_other_file(store, file) == FILES["config.json"]
 
 
 def test_a_first_save_that_is_undone_leaves_nothing(store: ObjectStore) -> None:
