@@ -57,6 +57,7 @@ from storage.checkpoints.model_index import (
     chunk_bounds,
     fixed_bounds,
 )
+from storage.checkpoints.replaced_files import BEFORE_KEY
 from storage.checksum import MANIFEST_HASH_NAMES, digest_of
 from storage.errors import (
     AccessDenied,
@@ -423,6 +424,12 @@ class _Publish:
         inventory = Inventory(self._source, self._policy)
         checkpoint = scan_checkpoint(self._source, only_key=only_key, policy=self._policy, inventory=inventory)
         if inventory.listed is not None:
+            if BEFORE_KEY in inventory.listed:  # config and index may be of another revision than the shards
+                raise PublishError(
+                    "a save was interrupted while it replaced small files of this checkpoint",
+                    hint="repeat the save, or run longshore saves URI --clean, which puts the files back",
+                    uri=self._source.uri,
+                )
             self._left_out = names_left_out(self._source, self._policy)
         stored = Inventory(self._dest, self._policy) if self._copying else inventory
         there = stored.find([*OWN_KEYS, *(info.key for info in (*checkpoint.shards, *checkpoint.files))])
