@@ -293,7 +293,13 @@ class ChunkFlow:
         elif tables.lending is not None and not self.direct:
             parts = job.part, cache, self.keys, self.queue
             digestless = self._chunks.hash_name is None
-            self.peers = Lending(tables.lending, *parts, needs_digest=digestless, fetch=self._fetch_for_others)
+            self.peers = Lending(
+                tables.lending,
+                *parts,
+                needs_digest=digestless,
+                fetch=self._fetch_for_others,
+                heard_s=lambda: max((place.heard_s for place in self.ranks.values() if not place.left), default=now_s),
+            )
         self._job = job
         self._cache = cache
         self._disk = disk
@@ -349,7 +355,7 @@ class ChunkFlow:
         """
         order = self._next_lease(place, now_s)
         if order is None and place.short_of == "slots" and isinstance(self.peers, Lending):
-            self.peers.short(now_s)
+            self.peers.short(self._running(), now_s)
         return order
 
     def _next_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:

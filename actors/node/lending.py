@@ -11,7 +11,8 @@ A node that is asked for a chunk which none of its readers has asked for yet fet
 Nodes never wait for each other in a circle. A node waits only for nodes with higher scores, or for one that is reading
 the chunk from the store. A node is not waited for if it had no free slot for BEGIN_S, and nothing came to it meanwhile:
 its readers do not read. One that got no processor asked for no slot. It is waited for, while the rank that asks has
-patience (`cluster.scheduling.concurrency.PeerPatience`).
+patience (`cluster.scheduling.concurrency.PeerPatience`). But a node whose readers have said nothing for SILENT_S is not
+waited for: they were stopped.
 
 A home that began later than other nodes asks these first: they may have the chunk, or be about to. It also asks nodes
 whose readers are done. They lend what their arenas still have, for LENDS_S.
@@ -44,6 +45,7 @@ from storage.peers import Asker, NoChunk, Peer
 
 BEGIN_S = 5.0  # a node that has had no slot for so long, and to which nothing comes, is not waited for
 BEHIND = 64  # a node that asks for a chunk so much further on has passed this one
+SILENT_S = MOST_PATIENCE_S  # readers that live say something every second
 LENDS_S = 600.0  # a load lends so long after its end
 MOST_MISSES = 16  # chunks that an earlier node did not have, one after the other: then it is not asked any more
 _KEPT_ORDERS = 4096
@@ -156,6 +158,7 @@ class Lending:
         *,
         needs_digest: bool,
         fetch: Callable[[int], bool],
+        heard_s: Callable[[], float],
     ) -> None:
         """
         Args:
@@ -163,6 +166,7 @@ class Lending:
             cache: It is shared with the node's other loads.
             needs_digest: The chunks have no published digests.
             fetch: Lets a reader of this node need the chunk. Returns False if none is going to read it.
+            heard_s: Returns when a reader of this node said something last.
         """
         self.facts = facts
         self.version = -1  # of what it knows of other nodes
@@ -170,7 +174,7 @@ class Lending:
         self.sent_bytes = 0  # that other nodes have received whole
         self.store_ahead = StoreAhead()
         self._part, self._cache, self._keys, self._queue = part, cache, keys, queue
-        self._needs_digest, self._fetch = needs_digest, fetch
+        self._needs_digest, self._fetch, self._readers_heard_s = needs_digest, fetch, heard_s
         self._order = Order(facts.node_id, facts.model)
         self._lenders: dict[str, PeerSource] = {}  # by node
         self._earlier: dict[str, int] = {}  # nodes that read before this one began -> chunks that they did not have
@@ -240,8 +244,9 @@ class Lending:
         if self._aside:
             self._queue.waiting_for([("aside", heapq.heappop(self._aside))])
 
-    def short(self, now_s: float) -> None:
-        """No slot is free for a chunk."""
+    def short(self, running: Collection[str], now_s: float) -> None:
+        """No slot is free for a chunk. Drop the leases that are not among `running`, as `forget` does."""
+        self._end_leases_but(running)
         self._short_s = min(self._short_s, now_s)
 
     def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool]:
@@ -266,6 +271,9 @@ class Lending:
         """Drop the leases that are not among `running`: they ended without the chunk. Make room (`drop`)."""
         if len(self._kept) >= max(1, self._cache.window_slots // 2):
             self.drop(now_s)
+        self._end_leases_but(running)
+
+    def _end_leases_but(self, running: Collection[str]) -> None:
         for lease_id in [lease_id for lease_id in self._leases if lease_id not in running]:
             self._end_lease(lease_id)
 
@@ -344,6 +352,8 @@ class Lending:
         if is_before is None or cached is not None:
             return NoChunk.MISSING
         state = self._queue.state(chunk)
+        if state is not ChunkState.LEASED and now_s - self._readers_heard_s() > SILENT_S:
+            return NoChunk.MISSING
         if is_before or (state not in _ON_THE_WAY and not self._fetch(chunk)):
             reads_store = state is ChunkState.LEASED and not self._leased[chunk]
             return NoChunk.COMING if reads_store else NoChunk.MISSING

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.coordination.agent_watch import LenderLists
+from actors.node import lending
 from actors.node.lending import Order, model_key
 from actors.node.peer_routes import FAN_OUT
 from actors.node_agent import NodeAgent
@@ -151,6 +152,20 @@ def test_a_reader_that_does_not_read_holds_nobody_up(nodes_of: Callable[..., Nod
     assert nodes.failed == []
     second.close()
     first.close()
+
+
+def test_a_node_whose_readers_were_stopped_is_not_waited_for(
+    nodes_of: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+):
+    """The second node's reader says nothing. Not even a reader to which nothing has come yet waits for it for ever."""
+    monkeypatch.setattr(lending, "SILENT_S", 0.2)
+    nodes = nodes_of(2, 24)
+    nodes.nodes[1].begin(nodes.plan, "reader-node-1", on_demand=True)
+    first = nodes.open(nodes.nodes[0])
+    nodes.read(first)
+    first.close()
+    assert nodes.failed == []
+    assert nodes.store.read_bytes == nodes.read_once_bytes
 
 
 def test_a_node_that_has_read_all_still_lends(nodes_of: Callable[..., Nodes]):
