@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from actors.coordination import nodes, spawn
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config
-from cluster.errors import LoadCancelled, NodeLost
+from cluster.errors import ConfigError, LoadCancelled, NodeLost
 from cluster.layouts.mesh import Layout
+from cluster.model import LoadedModel, RankCalls
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
@@ -23,6 +26,13 @@ from storage.store_ref import StoreRef
 REQUEST = LoadRequest(
     "s3://b/m", StoreAccess(StoreRef("file", "", "/m")), None, Layout(), "cpu", None, False, "me", 0.0
 )
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a handle reads of its load's report."""
+
+    layout: Layout
 
 
 class Groups:
@@ -112,3 +122,23 @@ def test_a_lost_node_is_replaced_while_removed_ranks_still_run_calls(monkeypatch
         return await asyncio.wait_for(run._move(), 2)
 
     assert run_with(step) == {0}
+
+
+def test_ranks_that_another_process_added_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when they come from an iterator, which can be read once."""
+    connection: Any = SimpleNamespace(call=lambda *_, **__: ["first", "second"])
+    report: Any = Told(Layout())
+    model = LoadedModel(connection, "m", report)
+    sent: list[str] = []
+
+    def method(worker: str, *_: Any) -> Any:
+        return SimpleNamespace(remote=lambda *_: sent.append(worker))
+
+    monkeypatch.setattr(model, "_method", method)
+    monkeypatch.setattr(RankCalls, "answers", lambda self, asked, *_: [rank for rank, _ in asked])
+    assert model.call(len, ranks=iter([1])) == [1]  # type: ignore[arg-type]
+    assert sent == ["second"]
+    with pytest.raises(ConfigError, match="there is no rank 2: the model has ranks 0 to 1"):
+        model.call(len, ranks=[2])
+    with pytest.raises(ConfigError, match="there is no rank -1"):
+        model.iter_tensors(-1)
