@@ -307,7 +307,7 @@ class LoadedModel:
         Raises:
             ConfigError: There is no such rank, or `timeout_s` is of a wrong type.
         """
-        return self._tensors(None, self._checked_rank(rank), checked_timeout(timeout_s))
+        return self._tensors(None, self._number(rank), checked_timeout(timeout_s))
 
     def state_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
         """Return CPU copies of all of a rank's tensors, for inspection and tests, not for serving.
@@ -326,7 +326,7 @@ class LoadedModel:
 
     async def astate_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
         """Run `state_dict` without blocking the event loop. Cancelling the task ends the wait."""
-        rank, timeout_s = self._checked_rank(rank), checked_timeout(timeout_s)
+        rank, timeout_s = self._number(rank), checked_timeout(timeout_s)
         return await _until_cancelled(lambda cancelled: dict(self._tensors(cancelled, rank, timeout_s)))
 
     @property
@@ -484,11 +484,11 @@ class LoadedModel:
     ) -> list[Any]:
         if not callable(fn):
             raise ConfigError(f"call takes a function of the shard, not {fn!r:.60}")
-        self._checked_ranks(ranks)
+        numbers = self._numbers(ranks)
         calls = RankCalls(self._connection, self.model_id, checked_timeout(timeout_s), cancelled)
         packed = pack_call(fn, args, kwargs)
         workers = self._workers(calls)
-        wanted = self._checked_ranks(ranks)
+        wanted = list(self.ranks) if numbers is None else [self._present(rank) for rank in numbers]
         sent = share(packed, len(wanted))
         call_id = uuid.uuid4().hex
         asked = ((rank, self._method(workers[rank], "call").remote(self.model_id, sent, call_id)) for rank in wanted)
@@ -502,7 +502,7 @@ class LoadedModel:
         self, cancelled: threading.Event | None, rank: int, timeout_s: float | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         calls = RankCalls(self._connection, self.model_id, timeout_s, cancelled)
-        ask = self._method(self._workers(calls)[self._checked_rank(rank)], "tensor_batch").remote
+        ask = self._method(self._workers(calls)[self._present(rank)], "tensor_batch").remote
 
         def batches() -> Iterator[TensorBatch]:
             asked: Any = ask(self.model_id, Cursor(), BATCH_BYTES)
@@ -531,19 +531,29 @@ class LoadedModel:
         """Return a method of a worker, in a group of calls. Those of "call" run one at a time."""
         return getattr(worker, name).options(concurrency_group=group)
 
-    def _checked_ranks(self, ranks: Iterable[int] | None) -> list[int]:
+    def _numbers(self, ranks: Iterable[int] | None) -> list[int] | None:
+        """Return what the caller passes as ranks. It is not known yet whether there are these ranks."""
         if ranks is None:
-            return list(self.ranks)
+            return None
         if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
             one = f"ranks=[{ranks}]" if isinstance(ranks, int) else f"ranks=[0] to ranks=[{len(self.ranks) - 1}]"
             raise ConfigError(f"ranks is a list of rank numbers, not {ranks!r:.40}", hint=f"{one} means one rank")
-        return [self._checked_rank(rank) for rank in ranks]
+        return [self._number(rank) for rank in ranks]
 
-    def _checked_rank(self, rank: int) -> int:
+    def _number(self, rank: int) -> int:
         with contextlib.suppress(TypeError):  # numpy's integers are ranks too
-            if not isinstance(rank, bool) and operator.index(rank) in self.ranks:
+            if not isinstance(rank, bool) and operator.index(rank) >= 0:
                 return operator.index(rank)
-        raise ConfigError(f"there is no rank {rank!r:.40}: the model has ranks 0 to {len(self.ranks) - 1}")
+        raise self._no_rank(rank)
+
+    def _present(self, rank: int) -> int:
+        """Return a rank that the model has. Ask for its workers before: another process may have added the rank."""
+        if rank not in self.ranks:
+            raise self._no_rank(rank)
+        return rank
+
+    def _no_rank(self, rank: int) -> ConfigError:
+        return ConfigError(f"there is no rank {rank!r:.40}: the model has ranks 0 to {len(self.ranks) - 1}")
 
 
 def give_up_handles(model_id: str) -> None:

@@ -261,6 +261,9 @@ class AgentWatch:
                 record.fetched(beat.node_id, sum(load.store_bytes for load in parts))
                 left_out = (peer for load in parts for peer in load.left_out)
                 record.leaves_out(beat.node_id, left_out, self._models.values())
+                for attempt in {load.attempt for load in parts}.difference(record.attempts_on(beat.node_id)):
+                    # Its ranks were removed, and the agent was not told in time, or began the share after that.
+                    self._in_background(_tell(beat.node_id, "end", load_id, attempt))
         await self._note_progress(beat)
         self._begin_again(beat)
         for record in self._models.values():
@@ -270,7 +273,7 @@ class AgentWatch:
             if record.peer_moved(beat.node_id, beat.peer):
                 self._in_background(self._load_run(record).tell_members({beat.node_id}))
         for node_id, lists in self._lenders.note(beat.node_id, beat.peer, beat.lends).items():
-            self._in_background(_tell_lenders(node_id, lists))
+            self._in_background(_tell(node_id, "use_lenders", lists))
         return BeatReply(
             self._coordinator, unknown, tuple(ended), members=members, lenders=self._lenders.newer(beat.lends)
         )
@@ -388,19 +391,23 @@ class AgentWatch:
             self._ending = asyncio.get_running_loop().create_task(self._end(record, error))
 
     def _waits_in_vain(self, rank: RankBeat) -> bool:
-        """Return whether the rank ended before its agent's restart, unknown when the agent got its ranks."""
+        """Return whether the agent waits for a rank that was removed, or that ended before the agent's restart,
+        which was unknown when the agent got its ranks.
+        """
         record = self._models.get(rank.load_id)
         placement = record.placements.get(rank.rank) if record is not None else None
-        if rank.pid or rank.done or placement is None or placement.report is None:
+        if placement is None:
+            return record is not None
+        if rank.pid or rank.done or placement.report is None:
             return False
         return (placement.incarnation, placement.attempt) == (rank.incarnation, rank.attempt)
 
 
-async def _tell_lenders(node_id: str, lists: tuple[Lenders, ...]) -> None:
+async def _tell(node_id: str, call: str, *arguments: Any) -> None:
     agent = await asyncio.to_thread(spawn.find_agent, node_id)
     if agent is not None:
-        with contextlib.suppress(Exception):  # the agent's next heartbeat asks for them
-            await ask_agent(agent, TELL_S, "a node's agent", "use_lenders", lists)
+        with contextlib.suppress(Exception):  # after the agent's next heartbeat it is told again
+            await ask_agent(agent, TELL_S, "a node's agent", call, *arguments)
 
 
 def _status_of(beat: AgentBeat, age_s: float, settings: tuple[SettingStatus, ...]) -> NodeStatus:

@@ -220,7 +220,7 @@ class LoadRun:
     async def _end(self, error: LongshoreError) -> None:
         record = self._record
         # What failed may be broken, and what was not ready yet has reads under way.
-        kept = isinstance(error, LoadCancelled) and record.life.is_ready
+        kept = isinstance(error, LoadCancelled) and record.life.is_ready and not record.beyond()
         await record.end(error)
         await self._worker_groups.part(record, keep=kept)
         await record.touch()
@@ -316,9 +316,10 @@ class LoadRun:
     async def _move(self) -> set[int]:
         """Move the ranks of lost nodes (`Relocation.run`). First the other nodes are told not to ask those.
 
-        Ranks that join make room for them: they are removed first.
+        Ranks that join make room for them: they are removed first. Ranks that are removed already are not waited for:
+        a call that they run may wait for a lost one.
         """
-        if self._record.beyond():
+        if self._record.life.joining:
             await self._record.fail_join(NodeLost("a node of the model was lost meanwhile"))
             async with self._record.changed:
                 await self._record.changed.wait_for(lambda: not self._record.beyond())
@@ -360,12 +361,12 @@ class LoadRun:
         """Tend a rank. The error of one that joins ends the growth only, and that of one that was removed nothing."""
         try:
             await self._tend(placement)
-        except LongshoreError as error:
+        except Exception as error:
             record = self._record
             if record.has(placement) and not record.joins(placement.rank):
                 raise
             if record.has(placement):
-                await record.fail_join(error)
+                await record.fail_join(unwrapped(error))
 
     async def _tend(self, placement: Placement) -> None:
         """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times in a row before it has loaded."""
@@ -437,7 +438,7 @@ class LoadRun:
                 gpus=self._record.request.gpus_per_rank,
             )
         )
-        if self._record.placements.get(placement.rank) is not placement:  # removed meanwhile
+        if not self._record.has(placement):  # it was removed meanwhile, or is about to be
             await asyncio.to_thread(spawn.end_actor, placement.worker)
 
     async def _vacate(self, placement: Placement) -> None:

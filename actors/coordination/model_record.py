@@ -644,8 +644,11 @@ class ModelRecord:
             await self.changed.wait_for(lambda: self.is_planned or not self.is_usable)
 
     def attempts_on(self, node_id: str) -> tuple[int, ...]:
-        """Attempts that brought ranks to the node, ascending: each is a part of the load there."""
-        return tuple(sorted({placement.attempt for placement in self.on(node_id)}))
+        """Attempts that brought ranks to the node, ascending: each is a part of the load there.
+
+        Ranks that are about to be removed do not count: agents are given no job for them any more.
+        """
+        return tuple(sorted({placement.attempt for placement in self.on(node_id) if self.has(placement)}))
 
     def on(self, node_id: str) -> list[Placement]:
         """Return the placements that are on the node."""
@@ -664,7 +667,8 @@ class ModelRecord:
         and takes less when it is converted.
         """
         host_bytes = self.host_bytes.get(placement.rank, 0)
-        if self.plan is None:  # after the coordinator was restarted
+        # After the coordinator was restarted there is no plan, and ranks that are about to be removed are not in it.
+        if self.plan is None or placement.rank >= len(self.plan.ranks):
             return min(placement.placed_bytes, host_bytes)
         facts = self.plan.ranks[placement.rank]
         elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
@@ -672,12 +676,12 @@ class ModelRecord:
         return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
 
     def ranks_on(self, node_id: str, attempt: int) -> tuple[int, ...]:
-        """Those that this attempt brought there."""
+        """Those that this attempt brought there, and that are not about to be removed."""
         return tuple(
             sorted(
                 placement.rank
                 for placement in self.placements.values()
-                if (placement.node_id, placement.attempt) == (node_id, attempt)
+                if (placement.node_id, placement.attempt) == (node_id, attempt) and self.has(placement)
             )
         )
 

@@ -100,6 +100,7 @@ class ScaleRun:
             record.tend_joined()
             await alongside(self._begin(placements), self._filled(placements))
             sources = await self._sources(placements)
+            await self._filled(placements)  # one may have been lost meanwhile
             for problem in (record.error, record.join_error):
                 if problem is not None:
                     raise problem
@@ -243,6 +244,8 @@ class ScaleRun:
     async def _forget(self, node_id: str, attempt: int) -> None:
         record = self._record
         if record.ranks_on(node_id, attempt):
+            if record.plan is None:  # after the coordinator was restarted
+                record.use_plan(await self._plan(record.request.layout))
             await self._begin_on(node_id)  # its job has the other ranks only
         elif node_id in record.nodes:
             await self._agents.ask(node_id, lambda agent: agent.end.remote(record.model_id, attempt))

@@ -20,7 +20,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.coordination import spawn
+from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord, Placement
 from cluster.scheduling.topology import IdleWorkerGroup
 from cluster.telemetry.report import WorkerGroupStatus
@@ -105,8 +105,12 @@ class WorkerGroups:
             self._parting.discard(record.worker_group_id)
 
     def _may_keep(self, record: ModelRecord, placements: Sequence[Placement]) -> bool:
-        """Places in the user's own placement group are the user's to free. Workers with several GPUs fit few loads."""
+        """Places in the user's own placement group are the user's to free. Workers with several GPUs fit few loads. A
+        model with fewer replicas than at first has GPUs in its group that no load of its shape would use.
+        """
         if record.request.gpus_per_rank > 1:
+            return False
+        if record.group is not None and sum(nodes.bundle_sizes(record.group)) > len(placements):
             return False
         return (
             bool(self._keep_s)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from actors.node.chunk_flow import JobTables
+from actors.node.chunk_flow import JobTables, RankPlace
 from actors.node.disk_backlog import DiskBacklog
 from actors.node.lending import LENDS_S, Lending
 from actors.node.node_load import NodeLoad
@@ -128,6 +128,7 @@ class NodeLedger:
         self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
         self._counters = ModelCounters()
         self._asking: dict[tuple[str, int], tuple[NodeJob, float]] = {}  # not begun yet, with the time they last asked
+        self._former: dict[tuple[str, int], list[RankPlace]] = {}  # of loads that begin anew: see `NodeLoad.places`
         self._members: dict[str, GroupMember] = {}  # by load id, also after the load's end
         self._ended_unknown: OrderedDict[str, None] = OrderedDict()  # loads that ended before they began here
         self._left: OrderedDict[str, None] = OrderedDict()  # loads released by processes that were not known here
@@ -171,6 +172,7 @@ class NodeLedger:
         changed = ended is not None and _asks_for(job) != _asks_for(ended.job)
         if ended is not None and (job.on_demand or changed):  # all readers of the group had left, and now others come
             self._counters.finish(self._ended.pop(job.part))
+            self._former[job.part] = ended.places
         elif ended is not None and ended.error is not None:
             raise ended.error
         if job.process is not None and job.load_id in self._ended_unknown:
@@ -198,7 +200,8 @@ class NodeLedger:
                 load=job.load_id,
             )
         del self._asking[job.part]
-        self._loads[job.part] = NodeLoad(job, self._cache, now_s, self._kept, self._disk, tables)
+        load = self._loads[job.part] = NodeLoad(job, self._cache, now_s, self._kept, self._disk, tables)
+        load.follow(self._former.pop(job.part, []))
         return True
 
     @property
@@ -576,6 +579,7 @@ class NodeLedger:
     def _give_up(self, asking: list[tuple[str, int]], now_s: float) -> None:
         for part in asking:
             del self._asking[part]
+            self._former.pop(part, None)
             self._cache.end_owner(part, now_s)
 
     def _took_back(self, leases: list[Lease], now_s: float) -> bool:

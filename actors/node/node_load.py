@@ -86,6 +86,15 @@ class NodeLoad:
         return ended
 
     @property
+    def places(self) -> list[RankPlace]:
+        """Its ranks' places whose processes may still use slots, former ones included."""
+        return [*self._former, *(place for place in self.ranks.values() if place.taken_back or place.granted)]
+
+    def follow(self, former: list[RankPlace]) -> None:
+        """Take over the places of the load that this one replaces. Their processes go on, and let go of their slots."""
+        self._former += former
+
+    @property
     def error(self) -> LongshoreError | None:
         """The reason why the load cannot continue, or None."""
         return self._flow.error or self._checks.error or self._ended

@@ -82,13 +82,15 @@ def save_loaded(
     files = {**_source_files(model, source_options or {}), **as_mapping(extra_files)}
     contents = {name: data if isinstance(data, bytes) else Path(data).read_bytes() for name, data in files.items()}
     (address,) = model.call(_free_address, ranks=[0], timeout_s=timeout_s)
+    ranks = list(model.ranks)  # others may join before the next call
     reports: list[SaveReport] = model.call(
         _save_rank,
         os.fspath(uri),
         address,
-        len(model.ranks),
+        len(ranks),
         contents,
         {**options, "save_timeout_s": save_timeout_s},
+        ranks=ranks,
         timeout_s=timeout_s,
     )
     return reports[0]

@@ -376,3 +376,29 @@ def test_a_stuck_load_ends_when_its_agent_has_another_version(state: LoadState) 
 
     asyncio.run(run())
     assert ended == ["llama-1: another version"] * (state is LoadState.LOADING)
+
+
+def test_an_agent_ends_the_share_of_ranks_that_were_removed(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not told in time, or began the share after it was told."""
+    told: list[Any] = []
+
+    async def tell(*what: Any) -> None:
+        told.append(what)
+
+    monkeypatch.setattr(agent_watch, "_tell", tell)
+    run = Run()
+
+    async def listen() -> None:
+        record = ModelRecord("llama-1", REQUEST, replace(Life.new(1), state=LoadState.READY, attempt=3), Holders())
+        record.placements = {0: Placement(0, "living", "host", None, report="it said so")}  # type: ignore[arg-type]
+        rest: Any = (lambda *_: None, lambda _: run, lambda *_: None)
+        watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, *rest)
+        share = LoadBeat("llama-1", 1, 0, None, True)
+        await watch.receive(replace(beat("living"), loads=(share, replace(share, attempt=3))))
+        removed = replace(RANK, rank=1, pid=0)
+        await watch.receive(replace(beat("living"), loads=(share,), ranks=(replace(RANK, done=True), removed)))
+        await asyncio.sleep(0)
+
+    asyncio.run(listen())
+    assert told == [("living", "end", "llama-1", 3)]
+    assert run.begun == ["living"]  # without the removed one

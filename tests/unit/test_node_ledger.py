@@ -945,3 +945,24 @@ def test_ranks_that_were_removed_leave_their_share():
     assert first.error is None
     node.tick()
     assert node.cache.stats().in_use_slots == 0
+
+
+def test_a_rank_that_reads_lets_go_of_its_slots_when_another_is_removed_from_its_share():
+    """Its worker was replaced just before. Slots that nobody lets go of would have it killed, or be lost."""
+    node, (first, second) = node_with(chunks=4)
+    first.exchange(want=2)
+    first.begin_write()
+    first.end_write()
+    first.exchange(want=1)
+    assert (len(first.leases), node.cache.stats().committed_slots) == (2, 1)
+    node.kill(second)
+    fewer = replace(first.load.job(), ranks=(0,), incarnations=(0,))
+    assert node.ledger.begin(fewer, node.now_s)
+    assert node.cache.stats().quarantined_slots == 2
+    first.exchange()
+    first.say_hello()
+    assert node.cache.stats().quarantined_slots == 0
+    assert node.ledger.overdue(node.now_s + 100) == set()
+    first.exchange(want=4)
+    assert len(first.leases) == 3  # all but the chunk that it has read
+    assert first.error is None

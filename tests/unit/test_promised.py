@@ -58,6 +58,13 @@ def test_converted_tensors_take_less_than_their_placed_bytes() -> None:
     assert claimed(record)["n0"] == 10  # as much as the last tensor may need, until the rank is ready
 
 
+def test_a_rank_that_is_removed_is_in_no_plan_any_more() -> None:
+    record = model()
+    record.plan = PackedPlan("r", "blake3", 720, (RankFacts(90, 90, 90, 10),), b"")
+    record.placements[1].placed_bytes = 60
+    assert claimed(record) == {"n0": 100, "n1": 40}
+
+
 def test_placed_bytes_may_be_on_other_devices_of_the_rank() -> None:
     record = model()
     record.host_bytes = {0: 40, 1: 40}

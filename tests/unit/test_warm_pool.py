@@ -184,3 +184,16 @@ def test_gpus_that_were_given_back_are_expected_for_some_seconds(monkeypatch: py
 
     asyncio.run(run())
     assert removed == ["first", "second"]
+
+
+def test_workers_beside_gpus_of_removed_replicas_are_not_kept() -> None:
+    """No load of their shape would use these GPUs, and they would stay reserved."""
+    request: Any = SimpleNamespace(gpus_per_rank=1, placement_group=None)
+
+    def keeps(bundles: int, ranks: int) -> bool:
+        group = SimpleNamespace(bundle_specs=[{"GPU": 1.0}] * bundles)
+        placements: Any = {rank: SimpleNamespace(worker=object()) for rank in range(ranks)}
+        record: Any = SimpleNamespace(request=request, placements=placements, group=group)
+        return WorkerGroups(60.0)._may_keep(record, list(placements.values()))
+
+    assert [keeps(2, 2), keeps(2, 1), keeps(1, 2)] == [True, False, True]
