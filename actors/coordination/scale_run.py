@@ -219,12 +219,26 @@ class ScaleRun:
         )
 
     async def _calls_end(self, placement: Placement) -> None:
-        """Return when the calls that the rank was given have ended. They run one after the other."""
-        if placement.worker is None:
+        """Return when the calls that the rank was given have ended. They run one after the other.
+
+        Raises TimeoutError when the process hangs.
+        """
+        worker, patience_s = placement.worker, self._config.stuck_after_s
+        if worker is None:
             return
         fence = uuid.uuid4().hex
-        await placement.worker.withdraw.options(concurrency_group="control").remote(fence)
-        await placement.worker.call.options(concurrency_group="call").remote(self._record.model_id, None, fence)
+
+        async def lives() -> None:
+            await asyncio.wait_for(worker.withdraw.options(concurrency_group="control").remote(fence), patience_s)
+
+        await lives()
+        ended = asyncio.ensure_future(
+            worker.call.options(concurrency_group="call").remote(self._record.model_id, None, fence)
+        )
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())
+        while not (await asyncio.wait({ended}, timeout=patience_s))[0]:
+            await lives()
+        await ended
 
     async def remove_beyond(self) -> None:
         """End the workers of all ranks that are not the layout's, and let their agents forget them."""

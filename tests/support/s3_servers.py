@@ -76,8 +76,12 @@ def notice(server: EmbeddedS3, folder: Path) -> None:
     (folder / marker).touch()
     ref = server_ref(server, str(folder.relative_to(server.folder)))
     with closing(open_store(ref, server.credentials())) as store:
-        server.refresh()
-        eventually(lambda: _is_seen(store, marker), f"{server.endpoint_url} does not look at {folder} again")
+
+        def is_seen() -> bool:
+            server.refresh()  # again: a listing that is under way may be older than the file
+            return _is_seen(store, marker)
+
+        eventually(is_seen, f"{server.endpoint_url} does not look at {folder} again")
         store.delete(marker)  # by the server, so that it knows
 
 
