@@ -292,7 +292,8 @@ class PeerExchange:
     def look(self, now_s: float) -> bool:
         """Let go of chunks for which other nodes did not come in time. Return whether there were any."""
         self._routes.forget(now_s)
-        need_s = min(PATIENT_FOR * self._most_asked * self._chunk_s, MOST_PATIENCE_S)
+        asked = min(self._most_asked, self._cache.window_slots)
+        need_s = min(PATIENT_FOR * asked * self._chunk_s, MOST_PATIENCE_S)
         patience_s = max(PRESSED_PATIENCE_S if self._aside[True] else PATIENCE_S, need_s)
         for who, seen_s in list(self._asking.items()):
             if now_s - seen_s > PATIENCE_S:
