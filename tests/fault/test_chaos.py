@@ -56,7 +56,7 @@ CASES = {
     "a-serving-node-lost": replace(PEERS, seed=17, arena="smallest", strikes=(Strike("node", 0.5),)),
     "disk-damaged": replace(PLAIN, seed=9, disk="damaged", arena="smallest"),
 }
-SAVES = (3, 9, 21, 28)
+SAVES = (30, 9, 21, 28)
 
 
 @pytest.fixture(scope="module")
