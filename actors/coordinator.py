@@ -25,7 +25,7 @@ from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch, IdleAgents
 from actors.coordination.jobs import save
 from actors.coordination.load_run import LoadRun
-from actors.coordination.model_record import ModelRecord, hosts_by_address, new_model_id
+from actors.coordination.model_record import Changed, ModelRecord, hosts_by_address, new_model_id
 from actors.coordination.planner import Attaching, Planner
 from actors.coordination.spawn import OrphanWatch
 from actors.coordination.worker_groups import WorkerGroups
@@ -44,8 +44,6 @@ from cluster.telemetry.chunk_map import ChunkMap, EventLog, LoadEvent, NodeChunk
 from cluster.telemetry.logs import RepeatedWork, configure_logs, log_events
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.telemetry.saves import SaveProgress
-from cluster.telemetry.scale_report import ScaleReport
-from cluster.telemetry.update_report import UpdateReport
 from longshore.installation import PROTOCOL_VERSION, __version__, check_packages
 from storage.errors import LongshoreError
 from storage.problems import printable_uri
@@ -228,7 +226,7 @@ class Coordinator:
 
     async def update(
         self, model_id: str, asked: UpdateRequest, timeout_s: float
-    ) -> tuple[str, UpdateReport | None, LongshoreError | None]:
+    ) -> tuple[str, Changed | None, LongshoreError | None]:
         """Begin an update in place, unless it was begun. Return what it does, its report or its error.
 
         Waits up to `timeout_s` for the end. Raises UpdateRefused while another change is under way, and ModelNotFound.
@@ -240,14 +238,11 @@ class Coordinator:
             if asked.store is not None:
                 self._trust.sources.check(asked.store.ref, asked.store.credentials)
             record.lead_update(asked.update_id, self._load_run(record).update(asked))
-        outcome = await record.outcome_of(asked.update_id, timeout_s)
-        if isinstance(outcome, LongshoreError):
-            return record.update_text, None, outcome
-        return record.update_text, outcome if isinstance(outcome, UpdateReport) else None, None
+        return await record.outcome_of(asked.update_id, timeout_s)
 
     async def scale(
         self, model_id: str, scale_id: str, data_parallel_size: int, timeout_s: float
-    ) -> tuple[str, ScaleReport | None, LongshoreError | None]:
+    ) -> tuple[str, Changed | None, LongshoreError | None]:
         """Begin to give a model that many replicas, unless that was begun. Return what it does, its report or error.
 
         Waits up to `timeout_s` for the end. Raises ScaleRefused while another change is under way, and ModelNotFound.
@@ -257,10 +252,7 @@ class Coordinator:
             if record.is_updating:
                 raise ScaleRefused("another change of the model is under way", **record.doing())
             record.lead_update(scale_id, self._load_run(record).scale(data_parallel_size), "change of replicas")
-        outcome = await record.outcome_of(scale_id, timeout_s)
-        if isinstance(outcome, LongshoreError):
-            return record.update_text, None, outcome
-        return record.update_text, outcome if isinstance(outcome, ScaleReport) else None, None
+        return await record.outcome_of(scale_id, timeout_s)
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""

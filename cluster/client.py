@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.argument_types import checks_arguments
 from cluster.command_line.progress import load_counter, shown_progress
 from cluster.config import Config
-from cluster.errors import (
-    ClusterLost,
-    LoadCancelled,
-    LoadForgotten,
-    LoadTimeout,
-    ModelNotFound,
-    NoCoordinator,
-)
+from cluster.errors import ClusterLost, LoadCancelled, LoadForgotten, LoadTimeout, ModelNotFound, NoCoordinator
 from cluster.fit.options import GivenMap, GivenMemory
 from cluster.joining.connection import Connection, connect
 from cluster.joining.patience import Patience, checked_timeout
@@ -32,12 +25,7 @@ from cluster.joining.ray_join import import_ray
 from cluster.layouts.rules import LayoutRules
 from cluster.model import GIVEN_UP, LoadedModel, give_up_handles, in_thread, load_in_thread
 from cluster.options import Dtype, LoadOptions, PlacementGroup, collect
-from cluster.request import (
-    LoadRequest,
-    StoreOptions,
-    make_request,
-    with_live_rules,
-)
+from cluster.request import LoadRequest, StoreOptions, make_request, with_live_rules
 from cluster.telemetry.chunk_map import ChunkMap, LoadEvent
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.telemetry.scale_report import ScaleReport

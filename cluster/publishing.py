@@ -15,18 +15,10 @@ from typing import TYPE_CHECKING
 from cluster.argument_types import checks_arguments
 from cluster.command_line.progress import byte_counter, shown_progress
 from cluster.config import Config
-from cluster.errors import (
-    ConfigError,
-    LoadCancelled,
-)
+from cluster.errors import ConfigError, LoadCancelled
 from cluster.model import GIVEN_UP, in_thread
 from cluster.options import check_revision, check_signed_name
-from cluster.request import (
-    StoreOptions,
-    open_destination,
-    open_uri,
-    read_keys,
-)
+from cluster.request import StoreOptions, open_destination, open_uri, read_keys
 from cluster.telemetry.stats import Jsonable
 from storage.checkpoints.checkpoint import check_manifest_size
 from storage.checkpoints.checkpoint_files import read_whole
@@ -105,7 +97,6 @@ def publish(
         ```
     """
     from storage.publishing.publish import publish as publish_store
-    from storage.publishing.signing import SigningKey
 
     config = (config or Config.from_env()).changed(chunk_bytes=chunk_bytes)
     if signed_name is not None and sign_key is None:

@@ -515,27 +515,27 @@ class ModelRecord:
         """
         self.updating_id, self.changing = update_id, what
         self.update_bytes, self.update_total_bytes = {}, 0
-        self.updating = asyncio.get_running_loop().create_task(self._lead_update(update_id, work, what))
+        self.updating = asyncio.get_running_loop().create_task(self._lead_update(update_id, work))
 
-    async def _lead_update(self, update_id: str, work: Coroutine[Any, Any, Changed], what: str) -> None:
+    async def _lead_update(self, update_id: str, work: Coroutine[Any, Any, Changed]) -> None:
         outcome: Changed | LongshoreError = LoadCancelled("the model was released", model=self.model_id)
         try:
             outcome = await work
         except LongshoreError as error:
             outcome = error
         except Exception as error:  # a bug must not leave the client waiting
-            outcome = LongshoreError(f"{type(error).__name__} in the {what}: {error}", model=self.model_id)
+            outcome = LongshoreError(f"{type(error).__name__} in the {self.changing}: {error}", model=self.model_id)
         finally:
             self.update_outcomes[update_id] = outcome
             while len(self.update_outcomes) > KEPT_OUTCOMES:
                 del self.update_outcomes[next(iter(self.update_outcomes))]
             self.updating, self.update_heard = None, None
             failed = isinstance(outcome, LongshoreError)
-            if self.metrics is not None and what == "update":
+            if self.metrics is not None and self.changing == "update":
                 how = ("broken" if self.broken else "failed") if failed else "done"
                 changed_bytes = outcome.changed_bytes if isinstance(outcome, UpdateReport) else 0
                 self.metrics.updated(model_label(self.request.uri), how, changed_bytes)
-            await self.say_update(f"the {what} failed: {outcome}" if failed else str(outcome), outcome)
+            await self.say_update(f"the {self.changing} failed: {outcome}" if failed else str(outcome), outcome)
 
     def has_not_begun(self, update_id: str) -> bool:
         """Return whether this update or change of replicas is still to begin."""
@@ -546,13 +546,19 @@ class ModelRecord:
         hint = "wait for its end; longshore status shows it"
         return {"hint": hint, "model": self.model_id, "doing": self.update_text}
 
-    async def outcome_of(self, update_id: str, timeout_s: float) -> Changed | LongshoreError | None:
-        """Return how an update or a change of replicas ended; None when it has not within `timeout_s`."""
+    async def outcome_of(self, update_id: str, timeout_s: float) -> tuple[str, Changed | None, LongshoreError | None]:
+        """Return what an update or a change of replicas does, and its report or error once it has ended.
+
+        Waits up to `timeout_s` for the end.
+        """
         async with self.changed:
             with contextlib.suppress(TimeoutError):
                 over = self.changed.wait_for(lambda: update_id in self.update_outcomes)
                 await asyncio.wait_for(over, timeout_s)
-        return self.update_outcomes.get(update_id)
+        outcome = self.update_outcomes.get(update_id)
+        if isinstance(outcome, LongshoreError):
+            return self.update_text, None, outcome
+        return self.update_text, outcome, None
 
     async def say_update(self, text: str, outcome: Changed | LongshoreError | None = None) -> None:
         """Note for people what the update or change of replicas does, or its outcome, and wake whoever waits."""

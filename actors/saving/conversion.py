@@ -106,7 +106,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class PartDone:
-    """What was done for one part. Its record is None if it was not written, because numbers in it are refused."""
+    """The result of one part. Its record is None if it was not written, because numbers in it are refused."""
 
     place: PartPlace
     record: PartRecord | None

@@ -184,7 +184,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
 
 
 def _update(model: ModelStatus) -> str:
-    """What an update of a model does, or how the last one ended."""
+    """Return what an update of a model does, or how the last one ended."""
     name = "" if model.progress.model_id in model.update else f"{model.progress.model_id}: "
     now = model.updating
     read = f" ({show_bytes(now.read_bytes)} of {show_bytes(now.total_bytes)} read)" if now and now.total_bytes else ""

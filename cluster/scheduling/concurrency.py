@@ -237,7 +237,7 @@ LEAST_PATIENCE_S = 20.0  # many chunks may share a slow link, and a process may 
 
 
 class PeerPatience:
-    """How long one rank waits for other nodes to get chunks from the store. Not thread-safe; the caller holds a lock.
+    """The patience of one rank with nodes that get chunks from the store. Not thread-safe; the caller holds a lock.
 
     It waits PATIENT_FOR times as long as chunks take, its own or those of others, and LEAST_PATIENCE_S at least. So
     where the store is slow for all nodes, they wait for each other, and no chunk is read twice. A node whose store

@@ -11,7 +11,7 @@ from cluster.units import show_bytes
 
 @dataclass(frozen=True, slots=True)
 class ScaleReport(Jsonable):
-    """What a change of the number of replicas did."""
+    """The result of a change of the number of replicas."""
 
     model_id: str
     old_data_parallel_size: int

@@ -37,7 +37,7 @@ _DIGESTS = TypeAdapter(dict[Path, tuple[str, ...]])
 
 @dataclass(frozen=True, slots=True)
 class ReplacedFiles:
-    """What a save replaces. A path without contents did not exist before."""
+    """The small files that a save replaces. A path without contents did not exist before."""
 
     revision: str  # of the manifest that lists the contents; "" without one
     contents: dict[str, bytes] = field(default_factory=dict)

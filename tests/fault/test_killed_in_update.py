@@ -14,9 +14,8 @@ from actors.links import COORDINATOR
 from tests.support.changed_models import changed_copy
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import Longshore, eventually
-from tests.support.reference_slices import shard_differs
 from tests.support.s3_servers import notice
-from tests.support.stored_models import KV_HEADS, StoredModel, publish_to
+from tests.support.stored_models import StoredModel, is_exact, publish_to
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +32,6 @@ def next_llama(llama: StoredModel, tmp_path_factory: pytest.TempPathFactory) -> 
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as threads:
         yield threads
-
-
-def is_exact(model: Any, stored: StoredModel) -> bool:
-    return bool(model.call(shard_differs, str(stored.folder), RANKS, 1, KV_HEADS) == [[]] * RANKS)
 
 
 def is_ready(longshore: Longshore) -> bool:

@@ -15,8 +15,7 @@ from tests.support.changed_models import changed_copy
 from tests.support.counting_proxy import CountingProxy
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import REPOSITORY, Longshore, eventually
-from tests.support.reference_slices import shard_differs
-from tests.support.stored_models import KV_HEADS, StoredModel, publish_to
+from tests.support.stored_models import StoredModel, is_exact, publish_to
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +36,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def proxy(llama: StoredModel) -> Iterator[GatedProxy]:
     with GatedProxy(llama.server.endpoint_url, ranges=1 << 20) as gated:
         yield gated
-
-
-def is_exact(model: Any, stored: StoredModel, ranks: int, tensor_parallel_size: int = 2) -> bool:
-    return bool(model.call(shard_differs, str(stored.folder), tensor_parallel_size, 1, KV_HEADS) == [[]] * ranks)
 
 
 def sent_bytes(proxy: CountingProxy) -> int:
@@ -69,7 +64,7 @@ def test_a_replica_is_filled_from_the_node_that_has_the_model(
                 assert report.bytes_by_source["peer"] >= model.report.model_bytes
                 assert report.ranks == (2, 3)
                 assert model.call(replica_of) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-                assert is_exact(model, llama, 4)
+                assert is_exact(model, llama, replicas=2)
                 assert other.call(replica_of, ranks=[1]) == [(0, 1)]
                 assert len(other.call(replica_of)) == len(other.ranks) == 4
             (shown,) = longshore.models()
@@ -80,7 +75,7 @@ def test_a_replica_is_filled_from_the_node_that_has_the_model(
             with pytest.raises(cluster.NotEnoughResources, match="2 ranks need 2 free places"):
                 model.scale(3)
             assert model.update(next_llama.uri).ranks == ("exchanged",) * 4
-            assert is_exact(model, next_llama, 4)
+            assert is_exact(model, next_llama, replicas=2)
             with monkeypatch.context() as there:  # where this process finds the keys for the source's small files
                 there.setenv("AWS_ACCESS_KEY_ID", next_llama.server.access_key_id)
                 there.setenv("AWS_SECRET_ACCESS_KEY", next_llama.server.secret_access_key)
@@ -90,12 +85,12 @@ def test_a_replica_is_filled_from_the_node_that_has_the_model(
             assert removed.ranks == (2, 3)
             assert len(longshore.living_workers()) == 2
             assert len(longshore.models()[0].rank_hosts) == 2
-            assert is_exact(model, next_llama, 2)
+            assert is_exact(model, next_llama)
             assert len(model.ranks) == 2
             assert model.scale(2).store_bytes == 0  # the names of the ranks are free again
-            assert is_exact(model, next_llama, 4)
+            assert is_exact(model, next_llama, replicas=2)
         with cluster.load(tmp_path / "saved", tensor_parallel_size=2, device="cpu") as saved:
-            assert is_exact(saved, next_llama, 2)
+            assert is_exact(saved, next_llama)
     longshore.assert_nothing_left()
 
 
@@ -151,7 +146,7 @@ def test_the_others_serve_while_a_replica_is_filled(
             proxy.open()
         assert growing.result(120).ranks == (1,)
         assert model.call(replica_of) == [(0, 0), (1, 0)]
-        assert is_exact(model, llama, 2, 1)
+        assert is_exact(model, llama, 1, replicas=2)
         running = pool.submit(model.call, slow, 3.0, ranks=[1])
         eventually(lambda: running.running(), "the call does not begin")
         assert model.scale(1).ranks == (1,)
@@ -173,12 +168,12 @@ def test_the_coordinator_killed_while_replicas_come(
         longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
         proxy.open()
         assert growing.result(200).ranks == (2,)
-        assert is_exact(model, llama, 3, 1)
+        assert is_exact(model, llama, 1, replicas=3)
         longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
         assert len(longshore.models()[0].rank_hosts) == 3
         assert model.scale(1).ranks == (1, 2)
         assert len(longshore.living_workers()) == 1
-        assert is_exact(model, llama, 1, 1)
+        assert is_exact(model, llama, 1)
     longshore.assert_nothing_left()
 
 

@@ -25,8 +25,7 @@ from tests.support.free_ports import free_ports
 from tests.support.planned_models import llama_shapes
 from tests.support.quantized_models import Grouped, named
 from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, Longshore, eventually, scrape
-from tests.support.reference_slices import shard_differs
-from tests.support.stored_models import HEADS, KV_HEADS, StoredModel, publish_to
+from tests.support.stored_models import HEADS, KV_HEADS, StoredModel, is_exact, publish_to
 
 pytestmark = pytest.mark.slow
 
@@ -62,10 +61,6 @@ def proxy(llama: StoredModel) -> Iterator[CountingProxy]:
 
 def weights_read(proxy: CountingProxy) -> int:
     return sum(request.body_bytes for request in proxy.requests() if request.is_weights)
-
-
-def is_exact(model: Any, stored: StoredModel, ranks: int = 2) -> bool:
-    return bool(model.call(shard_differs, str(stored.folder), ranks, 1, KV_HEADS) == [[]] * ranks)
 
 
 def addresses(shard: Any) -> list[int]:
@@ -109,7 +104,7 @@ def test_two_nodes_read_what_changed_once_together(
         whole_bytes = weights_read(proxy)
         report = model.update(next_large.uri)
         read_bytes = weights_read(proxy) - whole_bytes
-        assert model.call(shard_differs, str(next_large.folder), 2, 1, KV_HEADS) == [[]] * 4
+        assert is_exact(model, next_large, replicas=2)
         assert read_bytes == report.read_bytes
         assert 0.05 * whole_bytes < read_bytes < 0.09 * whole_bytes
         assert report.bytes_by_source["peer"] == read_bytes  # what one node read, the other one was sent

@@ -19,6 +19,7 @@ from storage.checkpoints.checkpoint_files import INDEX_KEY
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects
 from tests.support.ray_clusters import CREDENTIALS_FILE
+from tests.support.reference_slices import shard_differs
 from tests.support.s3_servers import START_S, notice, write_credentials
 
 CHUNK_BYTES = 1 << 20
@@ -143,3 +144,9 @@ def copy_of(request: pytest.FixtureRequest) -> Iterator[Callable[[StoredModel], 
     for twin in copies:
         shutil.rmtree(twin.in_bucket)
         notice(twin.server, twin.in_bucket.parent)
+
+
+def is_exact(model: Any, stored: StoredModel, tensor_parallel_size: int = 2, replicas: int = 1) -> bool:
+    """Return whether every rank of a loaded Llama has exactly its slices of what is stored."""
+    found = model.call(shard_differs, str(stored.folder), tensor_parallel_size, 1, KV_HEADS)
+    return bool(found == [[]] * tensor_parallel_size * replicas)

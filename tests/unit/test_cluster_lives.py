@@ -415,7 +415,7 @@ def test_without_faults_each_node_fetches_each_chunk_once(layout: tuple[int, int
 
 @pytest.mark.parametrize("peers", [False, True])
 def test_without_faults_replicas_come_and_go(peers: bool) -> None:
-    """What the model's node has, no further replica fetches, on whatever node it is if nodes feed each other."""
+    """A further replica fetches nothing that the model's node has, on any node if nodes feed each other."""
     cluster = cluster_of(2 if peers else 5, 3, True, 0.0)
     quick = patch.object(simulated_workers, "PACES_S", simulated_workers.PACES_S[:1])  # or leases may run out
     try:
