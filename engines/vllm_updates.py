@@ -14,7 +14,9 @@ import contextlib
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,13 +164,13 @@ def update(
         )
     info = {"uri": uri, "revision": revision, "streaming": streaming, "options": options}
     try:
-        llm.collective_rpc("start_weight_update")
-        llm.collective_rpc("update_weights", args=(info,))
-        llm.collective_rpc("finish_weight_update")
+        _ask_workers(llm, "start_weight_update")
+        _ask_workers(llm, "update_weights", info)
+        _ask_workers(llm, "finish_weight_update")
     except Exception as error:
         errors = [error]
         try:  # vLLM goes on to take the update for active in the workers that did not raise, until it is finished
-            llm.collective_rpc("finish_weight_update")
+            _ask_workers(llm, "finish_weight_update")
         except Exception as another:
             errors.append(another)
         # When a worker has died, the first call is only "cancelled".
@@ -189,3 +191,35 @@ def update(
         )
     if hasattr(llm.llm_engine, "reset_encoder_cache"):
         llm.llm_engine.reset_encoder_cache()
+
+
+LOOK_S = 0.5  # between two looks whether the engine's process lives
+
+
+def _ask_workers(llm: Any, method: str, *args: Any) -> None:
+    """Call a method of every worker. Raises what the call raises, and EngineDeadError if the engine's process ends.
+
+    vLLM's client waits for ever for a call that was under way when that process ended
+    (`SyncMPClient.call_utility` of vLLM 0.32).
+    """
+    client = getattr(llm.llm_engine.engine_core, "resources", None)
+    if client is None:  # the engine runs in this process
+        llm.collective_rpc(method, args=args)
+        return
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(llm.collective_rpc(method, args=args))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    asking = threading.Thread(target=ask, name="longshore-update", daemon=True)
+    asking.start()
+    while asking.is_alive() and not client.engine_dead:
+        asking.join(LOOK_S)
+    if not answer.done():
+        asking.join(LOOK_S)  # an answer may just have come
+    if not answer.done():
+        raise EngineDeadError
+    answer.result()
