@@ -509,7 +509,8 @@ class CheckpointWriter:
         for key in (SIGNATURE_KEY, AMAX_KEY, BEFORE_KEY):  # of the revision before
             with_retries(lambda key=key: self._store.delete(key), self._policy)  # type: ignore[misc]
         with contextlib.suppress(StoreError):  # the checkpoint is complete without it
-            abort_uploads(self._store, self._begun.revision, self._policy)
+            # Beginnings whose answers were lost.
+            abort_uploads(self._store, f"model-{self._begun.revision}-", self._policy)
         self._journal.remove()
         on_step("done")
         return manifest

@@ -22,10 +22,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from storage.checkpoints.manifest import Path
 from storage.checkpoints.model_index import OtherFile
-from storage.checkpoints.safetensors_header import MAX_HEADER_BYTES, METADATA_KEY, encode_header, read_head
+from storage.checkpoints.safetensors_header import MAX_HEADER_BYTES, METADATA_KEY, Header, encode_header, read_head
 from storage.checksum import digest_of
 from storage.errors import AccessDenied, InvalidHeader, ObjectChanged, ObjectNotFound
-from storage.stores.object_store import ByteRange, ObjectStore, read_bytes
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
 from storage.stores.requests import RetryPolicy, with_retries
 
 BEFORE_KEY = "longshore.save.before"
@@ -77,10 +77,7 @@ def read_replaced(store: ObjectStore, policy: RetryPolicy) -> ReplacedFiles | No
     Raises StoreError.
     """
     try:
-        info = with_retries(lambda: store.stat(BEFORE_KEY), policy)
-        if info.size_bytes > MAX_BYTES + MAX_HEADER_BYTES:
-            return None
-        header, _ = with_retries(lambda: read_head(store, BEFORE_KEY, info.size_bytes, etag=info.etag), policy)
+        info, header = with_retries(lambda: _read_header(store), policy)
         data = with_retries(
             lambda: read_bytes(store, BEFORE_KEY, ByteRange(0, info.size_bytes), etag=info.etag), policy
         )
@@ -97,10 +94,7 @@ def published_bytes(store: ObjectStore, file: OtherFile) -> bytes | None:
     Raises StoreError if the store does not answer.
     """
     try:
-        info = store.stat(BEFORE_KEY)
-        if info.size_bytes > MAX_BYTES + MAX_HEADER_BYTES:
-            return None
-        header, _ = read_head(store, BEFORE_KEY, info.size_bytes, etag=info.etag)
+        info, header = _read_header(store)
         found = next((one for one in header.tensors if one.name == file.key), None)
         if found is None or file.digest is None or found.end - found.start != file.size_bytes:
             return None
@@ -109,6 +103,15 @@ def published_bytes(store: ObjectStore, file: OtherFile) -> bytes | None:
         return None
     name, _, expected = file.digest.partition(":")
     return data if digest_of(name, data).hex() == expected else None
+
+
+def _read_header(store: ObjectStore) -> tuple[ObjectInfo, Header]:
+    """Return what is kept. Raises ObjectNotFound, StoreError, and InvalidHeader also if it is too large."""
+    info = store.stat(BEFORE_KEY)
+    if info.size_bytes > MAX_BYTES + MAX_HEADER_BYTES:
+        raise InvalidHeader("more is kept than a save keeps", uri=store.uri, key=BEFORE_KEY, size_bytes=info.size_bytes)
+    header, _ = read_head(store, BEFORE_KEY, info.size_bytes, etag=info.etag)
+    return info, header
 
 
 def put_back(store: ObjectStore, revision: str, policy: RetryPolicy) -> None:

@@ -21,7 +21,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from storage.checkpoints.checkpoint_files import HISTORY_KEY, read_whole
 from storage.errors import ObjectNotFound, StoreError
-from storage.publishing.saves import SavesReport, list_saves, published, remove_leftovers, writes_parts
+from storage.publishing.saves import SavesReport, abort_uploads, list_saves, published, remove_leftovers
 from storage.stores.object_store import ObjectStore
 from storage.stores.requests import RetryPolicy, with_retries
 
@@ -130,12 +130,9 @@ def _remove(
             is_old = revision_of(key) not in (None, *saves) if training is None else training[1] not in trainings
             if is_old and key not in named:
                 gone.append(key)
-    writes = writes_parts(store)
     for number in sorted({found[1] for key in gone if (found := _TRAINING.fullmatch(key)) is not None}):
-        mark = f"training/{number}/model-"  # of a state whose save was interrupted
         with contextlib.suppress(StoreError):  # some stores cannot list uploads
-            for item in with_retries(lambda mark=mark: list(writes.open_uploads(mark)), policy):  # type: ignore[misc]
-                with_retries(lambda item=item: writes.abort_parts(item.key, item.upload), policy)  # type: ignore[misc]
+            abort_uploads(store, f"training/{number}/model-", policy)  # of a state whose save was interrupted
     for key in sorted(gone, key=lambda key: (not key.endswith("longshore.manifest.json"), key)):
         with_retries(lambda key=key: store.delete(key), policy)  # type: ignore[misc]
     return tuple(gone)

@@ -296,10 +296,11 @@ def remove_leftovers(store: ObjectStore, leftovers: Iterable[Leftover], policy: 
             with_retries(lambda item=item: store.delete(item.key), policy)  # type: ignore[misc]
 
 
-def abort_uploads(store: ObjectStore, revision: str, policy: RetryPolicy) -> None:
-    """Abort the uploads of a save that is published: beginnings whose answers were lost. Raises StoreError."""
-    uploads = with_retries(lambda: list(writes_parts(store).open_uploads(f"model-{revision}-")), policy)
-    remove_leftovers(store, [Leftover(item.key, "upload", revision, 0, item.upload) for item in uploads], policy)
+def abort_uploads(store: ObjectStore, prefix: str, policy: RetryPolicy) -> None:
+    """Abort the open uploads whose keys begin with `prefix`, which nobody continues. Raises StoreError."""
+    writes = writes_parts(store)
+    for item in with_retries(lambda: list(writes.open_uploads(prefix)), policy):
+        with_retries(lambda item=item: writes.abort_parts(item.key, item.upload), policy)  # type: ignore[misc]
 
 
 def remove_save(store: ObjectStore, journal: SaveJournal, used: Sequence[str], policy: RetryPolicy) -> int:
