@@ -112,6 +112,7 @@ CASES: dict[str, dict[str, object]] = {
     "slow-sending": {"slow_share": 0.01},
     "slow": {"slow_share": 0.01, "slow_down": True},
     "lost": {"lost_every_s": 60.0},
+    "slow-and-lost": {"slow_share": 0.01, "slow_down": True, "lost_every_s": 60.0},
 }
 
 
