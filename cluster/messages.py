@@ -128,11 +128,13 @@ class Lends:
 
 @dataclass(frozen=True, slots=True)
 class Lenders:
-    """The nodes whose readers read a model now."""
+    """The nodes whose readers read a model now, as far as they have changed since an earlier list."""
 
     model: bytes
     version: int  # larger for a later list
     lenders: tuple[Lender, ...]
+    since: int = -1  # version of the earlier list; -1: these are all nodes
+    gone: tuple[str, ...] = ()  # nodes that are not on it any more
 
 
 @dataclass(frozen=True, slots=True)

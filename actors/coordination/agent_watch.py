@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -67,28 +67,26 @@ REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 class LenderLists:
     """The nodes whose readers read a model now, for each model. Pure.
 
-    A node that can send far less than the fastest one has no weight: it only receives.
+    A node that can send far less than the fastest one has no weight: it only receives. Nodes get what has changed since
+    the list that they have, so what is sent grows with the nodes that come and go, for each node.
     """
 
     def __init__(self, first_version: int) -> None:
         """`first_version`: larger than those of an earlier coordinator."""
         self._versions = itertools.count(first_version)
         self._nodes: dict[str, tuple[Peer, tuple[Lends, ...]]] = {}
-        self._lists: dict[bytes, Lenders] = {}
+        self._lists: dict[bytes, _LenderList] = {}
+        self._changed: set[bytes] = set()  # models whose lists have changed since `news`
 
-    def note(self, node_id: str, peer: Peer | None, lends: tuple[Lends, ...]) -> dict[str, tuple[Lenders, ...]]:
-        """Take over what a node reports. Return the lists that have changed, for each of the other nodes on them."""
+    def note(self, node_id: str, peer: Peer | None, lends: tuple[Lends, ...]) -> None:
+        """Take over what a node reports."""
         before = self._nodes.pop(node_id, None)
         if peer is not None and lends:
             self._nodes[node_id] = peer, lends
-        models = {each.model for each in (*lends, *(() if before is None else before[1]))}
-        changed = [self._lists[model] for model in sorted(models) if self._make(model)]
-        return {
-            other: found
-            for other, (_, theirs) in self._nodes.items()
-            if other != node_id
-            if (found := tuple(each for each in changed if any(each.model == one.model for one in theirs if one.reads)))
-        }
+        if before is not None and (before[0], _unversioned(before[1])) == (peer, _unversioned(lends)):
+            return
+        for model in {each.model for each in (*lends, *(() if before is None else before[1]))}:
+            self._make(model)
 
     def keep(self, node_ids: Collection[str]) -> None:
         """Forget all other nodes."""
@@ -96,38 +94,92 @@ class LenderLists:
             self.note(node_id, None, ())
 
     def newer(self, lends: Iterable[Lends]) -> tuple[Lenders, ...]:
-        """Return the lists that a node with these loads does not have yet."""
-        found = {each.model: self._lists[each.model] for each in lends if each.model in self._lists}
-        old = {each.model for each in lends if each.reads and each.version < found.get(each.model, _NONE).version}
-        return tuple(found[model] for model in sorted(old))
-
-    def _make(self, model: bytes) -> bool:
-        """Make the model's list. Return whether it is another one than before, and not empty."""
-        first = {
-            node_id: (peer, next(each for each in lends if each.model == model))
-            for node_id, (peer, lends) in sorted(self._nodes.items())
-            if any(each.model == model for each in lends)
-        }
-        weights = sending_weights({node_id: lends.rates for node_id, (_, lends) in first.items()})
-        lenders = tuple(
-            Lender(
-                node_id,
-                PeerSource(peer, lends.load_id, lends.key),
-                weights[node_id],
-                lends.reads,
-            )
-            for node_id, (peer, lends) in first.items()
+        """Return what a node with these loads does not know yet of the lists of their models."""
+        known: dict[bytes, int] = {}  # the oldest that one of its loads has
+        for each in lends:
+            if each.reads:
+                known[each.model] = min(each.version, known.get(each.model, each.version))
+        return tuple(
+            found.since(model, version)
+            for model, version in sorted(known.items())
+            if (found := self._lists.get(model)) is not None and version < found.version
         )
-        if not any(lender.reads for lender in lenders):
+
+    @property
+    def has_news(self) -> bool:
+        """True when a list has changed since the last call of `news`."""
+        return bool(self._changed)
+
+    def news(self) -> dict[str, tuple[Lenders, ...]]:
+        """Return what nodes do not know yet of the lists that have changed since the last call, by node."""
+        changed, self._changed = self._changed, set()
+        found = {
+            node_id: self.newer(each for each in lends if each.model in changed)
+            for node_id, (_, lends) in (self._nodes.items() if changed else ())
+        }
+        return {node_id: lists for node_id, lists in found.items() if lists}
+
+    def _make(self, model: bytes) -> None:
+        """Make the model's list anew."""
+        first = {
+            node_id: (peer, found)
+            for node_id, (peer, lends) in sorted(self._nodes.items())
+            if (found := next((each for each in lends if each.model == model), None)) is not None
+        }
+        if not any(lends.reads for _, lends in first.values()):
             self._lists.pop(model, None)
+            return
+        weights = sending_weights({node_id: lends.rates for node_id, (_, lends) in first.items()})
+        now = {
+            node_id: Lender(node_id, PeerSource(peer, lends.load_id, lends.key), weights[node_id], lends.reads)
+            for node_id, (peer, lends) in first.items()
+        }
+        if self._lists.setdefault(model, _LenderList()).change(now, self._versions):
+            self._changed.add(model)
+
+
+def _unversioned(lends: tuple[Lends, ...]) -> list[Lends]:
+    return [replace(each, version=0) for each in lends]
+
+
+class _LenderList:
+    """The list of a model."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self._lenders: dict[str, tuple[Lender, int]] = {}  # with the version since which it is so
+        self._gone: dict[str, int] = {}  # nodes that were on it, and the first version without them
+        self._forgotten = -1  # nodes that were gone at this version, or before, may not be known any more
+
+    def change(self, now: dict[str, Lender], versions: Iterator[int]) -> bool:
+        """Take over a list, with a new version. Return False if it is the same as before."""
+        gone = self._lenders.keys() - now.keys()
+        changed = {
+            each for each, lender in now.items() if each not in self._lenders or self._lenders[each][0] != lender
+        }
+        if not gone and not changed:
             return False
-        if model in self._lists and self._lists[model].lenders == lenders:
-            return False
-        self._lists[model] = Lenders(model, next(self._versions), lenders)
+        first, self.version = self.version < 0, next(versions)
+        if first:
+            self._forgotten = self.version - 1  # lists of an earlier coordinator named nodes that are not known here
+        self._lenders = {
+            each: (lender, self.version if each in changed else self._lenders[each][1]) for each, lender in now.items()
+        }
+        self._gone = {each: since for each, since in self._gone.items() if each not in now}
+        self._gone |= dict.fromkeys(gone, self.version)
+        while len(self._gone) > max(_MOST_GONE, len(now)):
+            self._forgotten = max(self._forgotten, self._gone.pop(next(iter(self._gone))))
         return True
 
+    def since(self, model: bytes, known: int) -> Lenders:
+        """Return the list for a node that has the list `known`: what has changed; everything if that is too old."""
+        base = known if known > self._forgotten else -1
+        lenders = tuple(lender for lender, since in self._lenders.values() if since > base)
+        gone = tuple(each for each, since in self._gone.items() if since > base) if base >= 0 else ()
+        return Lenders(model, self.version, lenders, base, gone)
 
-_NONE = Lenders(b"", -1, ())
+
+_MOST_GONE = 64
 
 
 class AgentWatch:
@@ -162,6 +214,7 @@ class AgentWatch:
         self._telling: set[asyncio.Task[None]] = set()
         self._resending: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (model id, node id)
         self._lenders = LenderLists(int(time.time() * 1e9))
+        self._sends_lenders = False
         self._ending: asyncio.Task[None] | None = None  # the last one, as a loop keeps no tasks alive
 
     @property
@@ -272,11 +325,21 @@ class AgentWatch:
         for record in self._models.values():
             if record.peer_moved(beat.node_id, beat.peer):
                 self._in_background(self._load_run(record).tell_members({beat.node_id}))
-        for node_id, lists in self._lenders.note(beat.node_id, beat.peer, beat.lends).items():
-            self._in_background(_tell(node_id, "use_lenders", lists))
+        self._lenders.note(beat.node_id, beat.peer, beat.lends)
+        if self._lenders.has_news and not self._sends_lenders:
+            self._sends_lenders = True
+            self._in_background(self._send_lenders())
         return BeatReply(
             self._coordinator, unknown, tuple(ended), members=members, lenders=self._lenders.newer(beat.lends)
         )
+
+    async def _send_lenders(self) -> None:
+        """Tell nodes whose readers have come and gone, once for all that do so while others are told."""
+        try:
+            while news := self._lenders.news():
+                await asyncio.gather(*(_tell(node_id, "use_lenders", lists) for node_id, lists in news.items()))
+        finally:
+            self._sends_lenders = False
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         telling = asyncio.get_running_loop().create_task(work)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from actors.node.peer_exchange import MOST_PATIENCE_S, PATIENCE_S, PRESSED_PATIENCE_S, Keys
 from actors.node.peer_routes import FAN_OUT, LEFT_OUT_S, MOST_LEFT_OUT, MOST_SOURCES
-from cluster.messages import Commit, Lender, Members, PeerSource, credited
+from cluster.messages import Commit, Lender, Lenders, Members, PeerSource, credited
 from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.concurrency import StoreAhead
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
@@ -176,7 +176,8 @@ class Lending:
         self._part, self._cache, self._keys, self._queue = part, cache, keys, queue
         self._needs_digest, self._fetch, self._readers_heard_s = needs_digest, fetch, heard_s
         self._order = Order(facts.node_id, facts.model)
-        self._lenders: dict[str, PeerSource] = {}  # by node
+        self._listed: dict[str, Lender] = {}  # by node, with this one
+        self._lenders: dict[str, PeerSource] = {}  # the same of the other nodes
         self._earlier: dict[str, int] = {}  # nodes that read before this one began -> chunks that they did not have
         self._done: set[str] = set()  # nodes whose readers have ended
         self._out: dict[str, float] = {}  # nodes that failed, and until when
@@ -197,14 +198,19 @@ class Lending:
 
     # -- other nodes come and go -------------------------------------------------------------------------------
 
-    def use_lenders(self, lenders: Collection[Lender], version: int) -> None:
-        """Take over which other nodes read the model now. `version`: an older one changes nothing."""
-        if version <= self.version:
+    def use_lenders(self, found: Lenders) -> None:
+        """Take over which other nodes read the model now.
+
+        An older list changes nothing. Nor does one that builds on a list which never came: a heartbeat brings that.
+        """
+        if found.version <= self.version or found.since > self.version:
             return
-        first, self.version = self.version < 0, version
-        named = {lender.node_id: lender for lender in lenders if lender.node_id != self.facts.node_id}
+        first, self.version = self.version < 0, found.version
+        known = {} if found.since < 0 else {each: at for each, at in self._listed.items() if each not in found.gone}
+        self._listed = known | {lender.node_id: lender for lender in found.lenders}
+        named = {node_id: lender for node_id, lender in self._listed.items() if node_id != self.facts.node_id}
         self._lenders = {node_id: lender.source for node_id, lender in named.items()}
-        self._order.use({lender.node_id: lender.weight for lender in lenders if lender.reads})
+        self._order.use({lender.node_id: lender.weight for lender in self._listed.values() if lender.reads})
         done = {node_id for node_id, lender in named.items() if not lender.reads}
         misses = {node_id: count for node_id, count in self._earlier.items() if node_id not in done - self._done}
         asked = named.keys() if first else self._earlier.keys() & named.keys() | done

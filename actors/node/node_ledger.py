@@ -332,7 +332,7 @@ class NodeLedger:
         for each in found:
             for load in self._loads.values():
                 if isinstance(load.peers, Lending) and load.peers.facts.model == each.model:
-                    load.peers.use_lenders(each.lenders, each.version)
+                    load.peers.use_lenders(each)
 
     def update_members(self, load_id: str, members: Members) -> bool:
         """Take over where the load's nodes serve chunks now. Return False if the load is not known here."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.coordination import agent_watch
 from actors.coordination.agent_watch import LenderLists
 from actors.node import lending
-from actors.node.lending import Order, model_key
+from actors.node.lending import Lending, LendingFacts, Order, model_key
 from actors.node.peer_routes import FAN_OUT
 from actors.node_agent import NodeAgent
 from actors.rank.state import RankIdentity
@@ -43,9 +47,9 @@ class ListKeeper:
 
     def heartbeat(self, beat: AgentBeat) -> BeatReply:
         with self._lock:
-            changed = self.lists.note(beat.node_id, beat.peer, beat.lends)
-            newer = self.lists.newer(beat.lends)
-        for node_id, lists in changed.items():
+            self.lists.note(beat.node_id, beat.peer, beat.lends)
+            news, newer = self.lists.news(), self.lists.newer(beat.lends)
+        for node_id, lists in news.items():
             self.agents[node_id].use_lenders(lists)
         return BeatReply("coordinator", lenders=newer)
 
@@ -250,16 +254,74 @@ def test_lists_name_the_nodes_that_read_a_model_and_change_when_these_do():
     lists, rates = LenderLists(1), {"a": 8e9, "b": 1e9, "c": 0.0}
     peers = {node: Peer("10.0.0.1", 1, node) for node in "abc"}
     lends = {node: (Lends(f"load-{node}", MODEL, node.encode(), (rate, 0.0)),) for node, rate in rates.items()}
-    assert lists.note("a", peers["a"], lends["a"]) == {}
-    told = lists.note("b", peers["b"], lends["b"])
+    lists.note("a", peers["a"], lends["a"])
+    lists.note("b", peers["b"], lends["b"])
+    told = lists.news()
     (found,) = told["a"]
     assert [(each.node_id, each.weight) for each in found.lenders] == [("a", 1.0), ("b", 0.0)]  # b only receives
     assert lists.newer(lends["b"]) == (found,)
-    assert lists.note("b", peers["b"], lends["b"]) == {}
-    assert set(lists.note("c", peers["c"], lends["c"])) == {"a", "b"}
+    lists.note("b", peers["b"], lends["b"])
+    assert not lists.has_news
+    assert lists.news() == {}
+    lists.note("c", peers["c"], lends["c"])
+    assert set(lists.news()) == {"a", "b", "c"}
     lists.keep(["a", "b"])
     (found,) = lists.newer(lends["a"])
     assert [each.node_id for each in found.lenders] == ["a", "b"]
+
+
+def a_lending() -> Lending:
+    """Return the part of a node `a` that has nothing yet."""
+    nothing: Any = None
+    return Lending(
+        LendingFacts("a", MODEL, b"key", (0.0, 0.0)),
+        ("load-a", 0),
+        nothing,
+        nothing,
+        nothing,
+        needs_digest=False,
+        fetch=lambda _: False,
+        heard_s=lambda: 0.0,
+    )
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans(), st.booleans()), max_size=60), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_node_that_gets_only_changes_has_the_whole_list(steps: list[tuple[str, bool, bool]], data: st.DataObject):
+    """Lists come late, twice, or not at all; in between there is a new coordinator; few gone nodes are remembered."""
+    lists, lending, late = LenderLists(1), a_lending(), []
+    there: dict[str, Lends] = {}
+    with mock.patch.object(agent_watch, "_MOST_GONE", 2):
+        for number, (node, reads, is_there) in enumerate([*steps, ("a", True, True)]):
+            if is_there:
+                there[node] = Lends(f"load-{node}", MODEL, b"key", reads=reads)
+            else:
+                there.pop(node, None)
+            if data.draw(st.integers(0, 9)) == 0:
+                lists = LenderLists(1000 * (number + 1))
+                for each, lends in there.items():
+                    lists.note(each, Peer("10.0.0.1", 1, each), (lends,))
+            lists.note(node, Peer("10.0.0.1", 1, node), (there[node],) if is_there else ())
+            late += lists.newer([replace(there["a"], version=lending.version)]) if "a" in there else []
+            for found in data.draw(st.permutations(late[-3:])):
+                if data.draw(st.booleans()):
+                    lending.use_lenders(found)
+        for found in lists.newer([replace(there["a"], version=lending.version)]):
+            lending.use_lenders(found)
+    reading = [each for each, lends in there.items() if lends.reads]
+    assert sorted(lending._order.of(0)) == sorted(reading)
+    assert lending._lenders.keys() == there.keys() - {"a"}
+
+
+def test_one_node_that_comes_costs_the_others_one_line():
+    """A thousand nodes know each other; one more comes, and each of them gets it alone."""
+    lists = LenderLists(1)
+    for number in range(1000):
+        lists.note(f"n{number}", Peer("10.0.0.1", 1, f"n{number}"), (Lends("load", MODEL, b"key"),))
+    version = lists.newer([Lends("load", MODEL, b"key")])[0].version
+    lists.note("next", Peer("10.0.0.1", 1, "next"), (Lends("load", MODEL, b"key"),))
+    (found,) = lists.newer([Lends("load", MODEL, b"key", version=version)])
+    assert [each.node_id for each in found.lenders] == ["next"]
 
 
 def test_a_node_that_was_measured_to_be_slow_only_receives_in_the_next_load():
@@ -270,7 +332,8 @@ def test_a_node_that_was_measured_to_be_slow_only_receives_in_the_next_load():
     assert sending_weights({**rates, "b": (1e9, 0.9e9)})["b"] == 1.0
     lists, found = LenderLists(1), {}
     for node, pair in rates.items():
-        found |= lists.note(node, Peer("10.0.0.1", 1, node), (Lends(f"load-{node}", MODEL, b"key", pair),))
+        lists.note(node, Peer("10.0.0.1", 1, node), (Lends(f"load-{node}", MODEL, b"key", pair),))
+        found = lists.news()
     assert {each.node_id for each in found["a"][0].lenders if not each.weight} == {"b"}
 
 
