@@ -198,6 +198,7 @@ class PeerShelf:
 
 _LOG = logging.getLogger("longshore.agent")
 LENDERS_S = 2.0  # a load of readers waits so long for the coordinator to say which other nodes read the model
+LISTEN_S = 2.0  # between two tries to serve chunks at a port that another program has
 LONGEST_WAIT_S = 5.0  # a rank's call waits so long for orders; must be shorter than the rank's timeout for the agent
 
 
@@ -248,6 +249,7 @@ class NodeAgent:
         self._shelf: PeerShelf | None = None
         self._chunk_server: ChunkServer | None = None
         self._peer: Peer | None = None  # where it serves chunks
+        self._peer_host, self._listen_s = "", 0.0  # where it is to serve them, and when it tries that again
         self._served_disk: DiskReader | None = None
         try:
             self._settings = NodeSettings.here(node_name(self._host, node_id), given)
@@ -291,24 +293,36 @@ class NodeAgent:
             _LOG.warning("processes without Ray cannot share this node's arena: %s", error, extra=self._about)
 
     def serve_peers(self, host: str) -> None:
-        """Serve chunks to other nodes at this address of the node, if a setting says so. Else they read the store."""
-        port = self._config.peer_port if self._error is None else -1
-        if port < 0:
+        """Serve chunks to other nodes at this address of the node, if a setting says so. Else they read the store.
+
+        Where nobody can listen at the port now, as another program has it, the agent tries again and again.
+        """
+        if self._config.peer_port < 0 or self._error is not None:
             return
+        self._served_disk = DiskReader(self._disk.path) if self._disk.path else None
+        self._shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation, self._served_disk)
+        self._peer_host = host
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._shelf is None or self._peer is not None or (now_s := time.monotonic()) < self._listen_s:
+            return
+        tried_before, self._listen_s = self._listen_s > 0, now_s + LISTEN_S
         try:
-            self._served_disk = DiskReader(self._disk.path) if self._disk.path else None
-            shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation, self._served_disk)
             self._chunk_server = ChunkServer(
-                shelf,
-                host,
-                port,
+                self._shelf,
+                self._peer_host,
+                self._config.peer_port,
                 rate_bytes_per_s=self._config.peer_bytes_per_s,
                 window=self._registered_window(),
             )
-            self._shelf = shelf
-            self._peer = Peer(host, self._chunk_server.port, self._incarnation)
         except LongshoreError as error:
-            _LOG.error("%s", error, extra=self._about)
+            if not tried_before:
+                _LOG.error("%s; the agent goes on trying", error, extra=self._about)
+            return
+        self._peer = Peer(self._peer_host, self._chunk_server.port, self._incarnation)
+        if tried_before:
+            _LOG.warning("chunks are served to other nodes now", extra=self._about)
 
     def _registered_window(self) -> RegisteredWindow | None:
         if self._config.peer_carrier != "nixl" or self._arena is None:
@@ -504,14 +518,14 @@ class NodeAgent:
             self._changed.notify_all()
         if self._door is not None:
             self._door.close()
+        for thread in self._threads:  # one of them may be about to start the chunk server
+            if thread is not threading.current_thread():
+                thread.join()
         if self._chunk_server is not None:
             self._chunk_server.close()
         if self._served_disk is not None:
             self._served_disk.close()
             self._served_disk = None
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
         with self._changed:  # so that no call is in the middle of a slot record
             self._arena.close()
         return True
@@ -583,6 +597,8 @@ class NodeAgent:
         while not self._stopped.wait(self._config.heartbeat_s / 2):
             with self._work.turn("the check of deadlines and processes"):
                 self._look_at_processes()
+            with self._work.turn("the start of the chunk server"):
+                self._listen()
             with self._work.turn("the check of the host's memory"):
                 self._kept.give_back()
 

@@ -343,6 +343,7 @@ class LoadRun:
 
     async def _packed_members(self) -> Any:
         """Return the members as an argument of a remote call (`in_message`)."""
+        self._record.note_ports()
         return await in_message(self._record.members(self._models.values()).pack())
 
     async def _check_slots_come(self, node_id: str, attempt: int, waited_s: float) -> None:

@@ -202,6 +202,7 @@ class ModelRecord:
     events: EventLog = field(default_factory=EventLog)  # for who watches
     metrics: ClusterMetrics | None = None  # that count this load
     peer_rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # by node id, as for `sending_weights`
+    silent_ports: set[str] = field(default_factory=set)  # nodes that serve no chunks; see `note_ports`
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -225,6 +226,16 @@ class ModelRecord:
         was_known = node_id in self.peers
         self.peers[node_id] = peer
         return was_known and bool(self.begun)
+
+    def note_ports(self) -> None:
+        """Make an event of nodes that serve no chunks though others of the load do; one for each of these nodes."""
+        nodes = self.nodes
+        silent = {node_id for node_id in nodes if self.peers.get(node_id) is None}
+        silent = silent if len(silent) < len(nodes) else set()  # else no node is to serve any
+        for node_id in sorted(silent - self.silent_ports):
+            with self._logged():
+                self.events.serves_nothing(time.time(), nodes[node_id])
+        self.silent_ports = silent
 
     def lose_peers(self, living: Collection[str]) -> bool:
         """Note that nodes which live no more serve nothing. Return whether the others should be told."""

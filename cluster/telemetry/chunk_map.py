@@ -78,6 +78,12 @@ class EventLog:
         text = f"{host} reads nothing from {_listed(others)} for a while: no answer, a very slow one, or other bytes"
         self.add(at_s, "peer_left_out", text, host=host, others=list(others))
 
+    def serves_nothing(self, at_s: float, host: str) -> None:
+        """Note that a node serves no chunks though other nodes of the load do."""
+        why = "its port is taken (the log of its agent says so), or LONGSHORE_PEER_PORT is -1 there"
+        text = f"{host} serves no chunks to other nodes, which read from the store what it would have sent: {why}"
+        self.add(at_s, "peer_left_out", text, host=host, others=[])
+
     def sources(self, at_s: float, nodes: Sequence[NodeReport], hosts: Mapping[str, str]) -> None:
         """Note where the bytes of a load that is done came from: all, then those of each of up to MOST_NODES nodes.
 

@@ -22,6 +22,7 @@ nonce, path and range. It shows that the sender takes part in the load. It is of
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import io
 import logging
@@ -163,6 +164,13 @@ class Turns:
             self._waiting.remove(turn)
 
 
+_BIND_HINTS = {
+    errno.EADDRINUSE: "another program has the port: set LONGSHORE_PEER_PORT to a free one, the same on all nodes",
+    errno.EACCES: "ports below 1024 need a privilege: set LONGSHORE_PEER_PORT to a larger one, the same on all nodes",
+    errno.EADDRNOTAVAIL: "the node does not have this address: start Ray there with --node-ip-address",
+}
+
+
 class ChunkServer:
     """Serves the chunks of a shelf at one port until it is closed."""
 
@@ -196,7 +204,7 @@ class ChunkServer:
             self._server.server_close()
             raise StoreError(
                 f"chunks cannot be served to other nodes: {error.strerror or error}",
-                hint="another program has the port: set LONGSHORE_PEER_PORT to a free one, the same on all nodes",
+                hint=_BIND_HINTS.get(error.errno or 0, ""),
                 address=f"{host}:{port}",
             ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="chunk-server", daemon=True)

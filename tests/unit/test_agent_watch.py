@@ -256,6 +256,17 @@ def test_a_node_that_others_leave_out_is_one_event(ray_of: Ray) -> None:
     assert events[0].message.startswith("gpu-a reads nothing from gpu-c for a while")
 
 
+def test_a_node_that_serves_nothing_is_one_event() -> None:
+    record = ModelRecord("llama-1", REQUEST, Life.new(2), Holders())
+    record.placements = {rank: Placement(rank, node, f"gpu-{node}", None) for rank, node in enumerate("ab")}
+    record.note_ports()  # where no node serves any, that is a setting
+    record.peers["a"] = Peer("10.0.0.1", 9465, "agent a")
+    for _ in range(2):
+        record.note_ports()
+    (event,) = record.events.after(0)
+    assert (event.kind, event.host, event.details["others"]) == ("peer_left_out", "gpu-b", [])
+
+
 def test_a_node_that_is_known_to_be_slow_only_receives() -> None:
     peers = {name: Peer("10.0.0.1", 9465, f"agent {name}") for name in "abc"}
     record = ModelRecord("llama-1", REQUEST, Life.new(3), Holders())

@@ -334,6 +334,21 @@ def test_two_loads_at_one_time_read_the_store_once(nodes_of: Any, tmp_path: Path
     assert nodes.store.read_bytes == touched_bytes(nodes.plan)
 
 
+def test_an_agent_gets_its_port_once_another_program_leaves_it(tmp_path: Path):
+    """`doctor` is such a program: it listens for seconds where no agent runs yet."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with local_node(tmp_path, 8, peer_port=port) as node:
+            node.agent.serve_peers("127.0.0.1")
+            assert node.agent.facts().peer is None
+            other.close()
+            eventually(lambda: node.agent.facts().peer is not None, "the agent has not tried again")
+            assert node.agent.facts().peer.port == port
+            socket.create_connection(("127.0.0.1", port), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["after the begin", "before its end"])
 def test_others_are_told_where_a_restarted_agent_serves(nodes_of: Any, *, early: bool):
     nodes = nodes_of(2, (1, 1, 2), 100)
