@@ -308,9 +308,13 @@ def open_destination(
 ) -> ObjectStore:
     """Return an open store for the folder that `source` is copied to. A local folder is made.
 
-    Raises StoreError when that cannot be made, and as `check_destination` does.
+    Raises as `check_destination` and `open_folder` do.
     """
-    ref = check_destination(uri, source, options, credentials, rules)
+    return open_folder(check_destination(uri, source, options, credentials, rules), credentials, read_timeout_s)
+
+
+def open_folder(ref: StoreRef, credentials: Credentials | None, read_timeout_s: float) -> ObjectStore:
+    """Return an open store to write to. A local folder is made. Raises StoreError when that cannot be made."""
     if ref.scheme == "file":
         try:
             os.makedirs(ref.prefix, exist_ok=True)

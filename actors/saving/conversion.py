@@ -31,11 +31,13 @@ from typing import Any
 
 import numpy as np
 
+from actors.saving.reporting import SaveReporter
 from actors.saving.writer import Begun, CheckpointWriter, begin_save
 from cluster.converting.assembly import Copy, copies_of, coverage_problems
 from cluster.converting.source import Source, SourceTensor
 from cluster.errors import ConvertError, SaveError, SaveRefused
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, ShardLayout, TensorSpec, lay_out
+from cluster.telemetry.saves import PUBLISHING, WRITING
 from storage.checkpoints.safetensors_header import DTYPE_BITS, HeaderTensor
 from storage.problems import Problems, quote
 from storage.publishing.one_object import PublishProgress
@@ -366,6 +368,7 @@ def run_conversion(
     workers: int = 1,
     run_parts: RunParts | None = None,
     progress: Progress | None = None,
+    reporter: SaveReporter | None = None,
 ) -> ConvertReport:
     """Write the checkpoint in safetensors, and publish it.
 
@@ -379,6 +382,7 @@ def run_conversion(
         workers: Number of processes. With 1 this process does the work.
         run_parts: Does the work elsewhere, with as many workers. Default: `run_in_processes`.
         progress: Called with a `PublishProgress`.
+        reporter: Reports the conversion to a coordinator.
 
     Raises:
         ConvertError: Weights have NaN where the optimizer keeps them. What was written is removed.
@@ -408,6 +412,11 @@ def run_conversion(
         counts = Counter(done=reused)
         total = sum(layout.size_bytes for layout in layouts)
         nans: set[tuple[str, str]] = set()
+        if reporter is not None:
+            reporter.enter(
+                WRITING,
+                lambda: {"total_bytes": total, "written_bytes": counts["written"], "reused_bytes": reused},
+            )
 
         def finished(part: PartDone) -> None:
             shard, number = part.place
@@ -430,6 +439,8 @@ def run_conversion(
                 hint="the training had failed when this was saved; convert an earlier step",
                 problems=len(problems),
             )
+        if reporter is not None:
+            reporter.enter(PUBLISHING)
         manifest = writer.commit(extra_files=extras)
     return replace(
         report_of(source, dest, found, conversion, workers=workers),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from actors.saving.conversion import FLOATS, ConvertReport, Place, plan_conversion, report_of, run_conversion
 from actors.saving.on_cluster import ClusterParts
+from actors.saving.reporting import SaveReporter
 from actors.saving.writer import check_extra_files
 from cluster.argument_types import Dtype, checks_arguments
 from cluster.command_line.progress import byte_counter, shown_progress
@@ -22,6 +24,7 @@ from cluster.errors import ConfigError, ConvertError
 from cluster.model import in_thread
 from cluster.request import StoreOptions, check_destination, open_destination
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, MIN_SHARD_BYTES
+from cluster.telemetry.saves import VERIFYING
 from storage.checksum import MANIFEST_HASH_NAMES
 from storage.errors import IntegrityError, ObjectNotFound
 from storage.publishing.saves import writes_parts
@@ -118,6 +121,7 @@ def convert(
         raise ConfigError(f"max_shard_bytes is at least {MIN_SHARD_BYTES}, not {max_shard_bytes}")
     if address is not None and not on_cluster:
         raise ConfigError("address names a Ray cluster, which on_cluster=True uses", address=address)
+    started_s = time.monotonic()
     config = (config or Config.from_env()).changed(chunk_bytes=chunk_bytes)
     options, rules = StoreOptions(endpoint_url, region, profile, anonymous), config.source_rules()
     folder, only_key = _split(uri_or_path)
@@ -140,8 +144,10 @@ def convert(
         return report_of(source, target, found, plan, workers=workers or 1)
     parts = ClusterParts(address, workers, config) if on_cluster else None
     store = open_destination(dest, origin, options, credentials, config.read_timeout_s, rules)
-    with contextlib.closing(store), contextlib.ExitStack() as stack:
-        show = stack.enter_context(shown_progress(progress, lambda display: byte_counter(display, "convert")))
+    number = parts.workers if parts else workers or 1
+    shown = shown_progress(progress, lambda display: byte_counter(display, "convert"))
+    reported = SaveReporter(target.ref.uri, 0, number, started_s, source=source.ref.uri)
+    with contextlib.closing(store), shown as show, reported as reporter:
         report = run_conversion(
             source,
             target,
@@ -149,12 +155,19 @@ def convert(
             plan,
             hash_name=hash_name,
             chunk_bytes=config.chunk_bytes,
-            workers=parts.workers if parts else workers or 1,
+            workers=number,
             run_parts=parts,
             progress=show,
+            reporter=reporter,
         )
         if verify:
-            checked = verify_store(store, revision=report.revision)
+            compared = {"verified_bytes": 0}
+            reporter.enter(VERIFYING, lambda: dict(compared))
+            checked = verify_store(
+                store,
+                progress=lambda moment: compared.update(verified_bytes=moment.done_bytes),
+                revision=report.revision,
+            )
             if not checked.ok:
                 raise IntegrityError(
                     "the result reads otherwise than it was written",
@@ -162,6 +175,7 @@ def convert(
                     uri=store.uri,
                 )
             report = replace(report, verified=True)
+        reporter.published(revision=report.revision)
     return report
 
 

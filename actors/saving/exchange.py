@@ -1,7 +1,7 @@
-"""The ranks of a save: small collectives, messages of bytes, and the watch that ends a save when a rank is gone.
+"""The ranks of a save: small collectives, the pieces of parts, and the watch that ends a save when a rank is gone.
 
     Ranks.gather(data)               bytes of every rank, on every rank
-    Ranks.start(receives, sends)     tensors of bytes from and to other ranks; `Ranks.run` waits for them
+    Exchange.run(round, buffers)     pieces from and to other ranks; the buffers of `Slots` have whole parts then
 
 A process group of its own carries all of it (gloo, made once), so a save mixes with no collective of the training.
 Everything that can block runs in one thread. The caller waits for that thread and for the watch:
@@ -17,14 +17,18 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
+from actors.saving.held import HeldTensors, byte_slice
 from cluster.errors import SaveError
+from cluster.saving.held import Merged
+from cluster.saving.plan import Piece, PlannedPart, Round, Schedule, blocks
+from cluster.saving.shards import ShardLayout
 from storage.problems import without_secrets
 
 T = TypeVar("T")
@@ -297,3 +301,166 @@ class _Watch:
                     self.post(neighbour, f"it did not call save within {self._timeout_s:g} s")
             elif not seen.startswith("left ") and now_s - changed_s > self.dead_after_s:
                 self.post(neighbour, f"it died or does not answer (it was at: {seen.partition(' ')[2]})")
+
+
+class Peak:
+    """The bytes of other ranks that this rank holds now, and the most so far."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Count bytes that arrived; a negative number for those that are released."""
+        with self._lock:
+            self._now_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self._now_bytes)
+
+
+class Slots:
+    """Buffers of one part each, made when they are first needed and used again."""
+
+    def __init__(self, count: int, plan: Schedule, layouts: Sequence[ShardLayout], *, pinned: bool) -> None:
+        """Make room for `count` parts of the plan. `pinned`: in memory that a GPU copies to directly."""
+        mine = [part for work in plan.rounds for part in work.assemble]
+        self._size_bytes = max((layouts[part.shard].parts[part.part].size_bytes for part in mine), default=0)
+        self._pinned = pinned and torch.cuda.is_available()
+        self._left = count
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def take(self, check: Any) -> torch.Tensor:
+        """Return a free buffer. Waits for one, and calls `check` meanwhile."""
+        if self._left and self._free.empty():
+            self._left -= 1
+            return torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        while True:
+            try:
+                return self._free.get(timeout=0.2)
+            except queue.Empty:
+                check()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back, from any thread."""
+        self._free.put(buffer)
+
+
+class Exchange:
+    """The messages of a rank: what it sends in a round, and how the parts that it assembles are put together."""
+
+    def __init__(
+        self, ranks: Ranks, layouts: Sequence[ShardLayout], merged: Merged, held: HeldTensors, foreign: Peak
+    ) -> None:
+        """Exchange the pieces of these files between the ranks. Bytes of others are counted in `foreign`."""
+        self._ranks = ranks
+        self._layouts = layouts
+        self._tensors = merged.tensors
+        self._held = held
+        self._foreign = foreign
+        self._starts = [{tensor.name: tensor.start for tensor in layout.tensors} for layout in layouts]
+        self._most_bytes = max((part.size_bytes for layout in layouts for part in layout.parts), default=0)
+        self._tag = 0
+
+    def run(self, work: Round, buffers: Sequence[torch.Tensor]) -> list[int]:
+        """Fill the buffers with the parts of a round. Return the bytes of other ranks in each of them."""
+        receives: list[tuple[torch.Tensor, int, int]] = []
+        arrivals: list[tuple[torch.Tensor, PlannedPart, int, torch.Tensor]] = []
+        foreign: list[int] = []
+        staged_bytes = 0
+        for part, buffer in zip(work.assemble, buffers, strict=True):
+            tag, self._tag = self._tag, self._tag + 1
+            self._fill_header(part, buffer)
+            foreign.append(sum(part.message_bytes(rank) for rank in part.sources if rank != self._ranks.rank))
+            for rank, pieces in part.sources.items():
+                if rank == self._ranks.rank:
+                    self._place(part, pieces, self._message(pieces), buffer)
+                    continue
+                target = self._direct(part, pieces, buffer)
+                if target is None:
+                    target = torch.empty(part.message_bytes(rank), dtype=torch.uint8)
+                    staged_bytes += len(target)
+                    arrivals.append((target, part, rank, buffer))
+                receives.append((target, rank, tag))
+        self._foreign.add(sum(foreign) + staged_bytes)
+        if receives or work.send:
+            self._ranks.run(lambda: self._transfer(receives, work))
+        for message, part, rank, buffer in arrivals:
+            self._place(part, part.sources[rank], message, buffer)
+        self._foreign.add(-staged_bytes)
+        return foreign
+
+    def _transfer(self, receives: Sequence[tuple[torch.Tensor, int, int]], work: Round) -> None:
+        """Receive and send. Every rank starts all receives of a round first, so no send waits for a send."""
+        started = [self._ranks.receive(tensor, rank, tag) for tensor, rank, tag in receives]
+        sending: list[tuple[Any, torch.Tensor]] = []
+        copied_bytes = 0
+        for rank, tag, pieces in work.send:
+            message = self._message(pieces)
+            if message.is_cuda:
+                message = message.cpu()
+            copied_bytes += len(message) if not self._is_view(pieces) else 0
+            sending.append((self._ranks.send(message, rank, tag), message))
+            if copied_bytes > self._most_bytes:  # copies are bounded as the parts are
+                for handle, _ in sending:
+                    handle.wait()
+                sending, copied_bytes = [], 0
+        for handle, _ in sending:
+            handle.wait()
+        for handle in started:
+            handle.wait()
+
+    def _fill_header(self, part: PlannedPart, buffer: torch.Tensor) -> None:
+        if part.part == 0:
+            header = self._layouts[part.shard].header
+            buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+    def _local(self, piece: Piece) -> torch.Tensor:
+        tensor = self._tensors[piece.tensor]
+        region, _ = tensor.regions.held[piece.region]
+        return self._held.local(tensor.spec.name, region.offsets[:-1])
+
+    def _is_view(self, pieces: Sequence[Piece]) -> bool:
+        local = self._local(pieces[0])
+        return len(pieces) == 1 and local.is_contiguous() and not local.is_cuda
+
+    def _message(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return the bytes of this rank's pieces, in order."""
+        found = [byte_slice(self._local(piece), piece.local_start, piece.local_end) for piece in pieces]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _direct(self, part: PlannedPart, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor | None:
+        """Return the place in the buffer of a message that is one run there, or None."""
+        if len(pieces) != 1:
+            return None
+        tensor = self._tensors[pieces[0].tensor]
+        region, _ = tensor.regions.held[pieces[0].region]
+        runs = blocks(tensor.regions.shape, region, pieces[0].start, pieces[0].end)
+        first, more = next(runs), next(runs, None)
+        if more is not None or first.times > 1:
+            return None
+        at = self._at(part, pieces[0]) + first.into
+        return buffer[at : at + first.run]
+
+    def _at(self, part: PlannedPart, piece: Piece) -> int:
+        """Return where the range of a piece begins in the part."""
+        start = self._starts[part.shard][self._tensors[piece.tensor].spec.name]
+        return start + piece.start - self._layouts[part.shard].parts[part.part].start
+
+    def _place(self, part: PlannedPart, pieces: Sequence[Piece], message: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Copy the bytes of a message to their places in the part."""
+        used = 0
+        for piece in pieces:
+            tensor = self._tensors[piece.tensor]
+            region, _ = tensor.regions.held[piece.region]
+            own = message[used : used + piece.size_bytes]
+            used += piece.size_bytes
+            at = self._at(part, piece)
+            runs = list(blocks(tensor.regions.shape, region, piece.start, piece.end))
+            if len(runs) > 1 and own.is_cuda:
+                own = own.cpu()
+            for run in runs:
+                into = buffer[at + run.into :]
+                source = own[run.source :]
+                into.as_strided((run.times, run.run), (run.into_step, 1)).copy_(
+                    source.as_strided((run.times, run.run), (run.source_step, 1))
+                )

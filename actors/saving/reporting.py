@@ -1,4 +1,4 @@
-"""Reports of a save to the coordinator, for metrics, events and the page.
+"""Reports of a save or a conversion to the coordinator, for metrics, events and the page.
 
     rank 0, each REPORT_S and at the end --SaveProgress--> coordinator
     the last rank, if rank 0 has died     --the error---->
@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from actors.links import COORDINATOR, NAMESPACE, group_of_worker
 from cluster.messages import pack_message
@@ -34,13 +34,25 @@ _LOG = logging.getLogger("longshore.save")
 
 
 class SaveReporter:
-    """Reports one save of one rank. Rank 0 reports from the start; the others know only the save's id."""
+    """Reports one save of one rank. Rank 0 reports from the start; the others know only the save's id.
 
-    def __init__(self, uri: str, rank: int, ranks: int, started_s: float) -> None:
-        """`started_s`: when the save began, by the monotonic clock."""
-        self.save_id = _save_id(uri) if rank == 0 and _is_connected() else ""
-        self._about = SaveProgress(self.save_id, 1, printable_uri(uri), PLANNING, ranks, socket.gethostname())
-        self._about = replace(self._about, reporter=rank)
+    As a context manager it reports that what raises in its block has failed.
+    """
+
+    def __init__(self, uri: str, rank: int, ranks: int, started_s: float, *, source: str = "") -> None:
+        """Begin to report.
+
+        Args:
+            uri: Where the checkpoint is written.
+            rank: Number of this rank; 0 in the process that converts.
+            ranks: Number of ranks, or of the workers of a conversion.
+            started_s: When the save began, by the monotonic clock.
+            source: URI that a conversion reads. Default: this is a save.
+        """
+        self._about = SaveProgress("", 1, printable_uri(uri), PLANNING, ranks, socket.gethostname())
+        self._about = replace(self._about, reporter=rank, source=printable_uri(source))
+        self.save_id = _save_id(self._about) if rank == 0 and _is_connected() else ""
+        self._about = replace(self._about, save_id=self.save_id)
         self._started_s = started_s
         self._now: Callable[[], dict[str, Any]] = dict
         self._is_over = threading.Event()
@@ -49,9 +61,20 @@ class SaveReporter:
             self._thread = self._new_thread()
             self._start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.failed(error)
+
     def enter(self, state: str, now: Callable[[], dict[str, Any]] = dict) -> None:
-        """Note the save's state. `now` returns fields of `SaveProgress`; it is called when a report is made."""
-        self._now = lambda: {**now(), "state": state}
+        """Note the save's state. `now` returns fields of `SaveProgress`; it is called when a report is made.
+
+        Fields of earlier states are reported as before.
+        """
+        before = self._now
+        self._now = lambda: {**before(), **now(), "state": state}
 
     def known_as(self, save_id: str) -> None:
         """Take the id of the save from rank 0. "": rank 0 does not report."""
@@ -63,7 +86,7 @@ class SaveReporter:
 
     def failed(self, error: BaseException) -> None:
         """Report that the save failed. Returns after END_S at most."""
-        rank = getattr(error, "details", {}).get("rank", self._about.reporter)
+        rank = getattr(error, "details", {}).get("rank", None if self._about.source else self._about.reporter)
         message = without_secrets(str(error) or type(error).__name__)
         is_last = self._about.reporter == self._about.ranks - 1
         if self._thread is None and is_last and rank == 0 and self.save_id and _is_connected():
@@ -82,7 +105,7 @@ class SaveReporter:
             self._thread = None
 
     def _end(self, **fields: Any) -> None:
-        if self._thread is not None:
+        if self._thread is not None and not self._is_over.is_set():
             now = self._now
             self._now = lambda: {**now(), **fields}
             self._is_over.set()
@@ -131,7 +154,6 @@ def _is_connected() -> bool:
     return False
 
 
-def _save_id(uri: str) -> str:
-    """Return a readable id, unique for each save: "save-run-7-3f9a21c4"."""
-    last = SaveProgress("", 0, uri, "", 0).model.lower()[:32]
-    return f"save-{last}-{uuid.uuid4().hex[:8]}"
+def _save_id(about: SaveProgress) -> str:
+    """Return a readable id, unique for each save: "save-run-7-3f9a21c4", "conversion-run-7-04be71d2"."""
+    return f"{about.what}-{about.model.lower()[:32]}-{uuid.uuid4().hex[:8]}"

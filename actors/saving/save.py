@@ -5,7 +5,7 @@
     records of parts --> rank 0 --> journal; when all are written: commit
 
 A rank holds at most `slots` parts at a time, which is all that it holds of other ranks' bytes. Half of the slots are
-filled by the round that runs, while the parts of the round before are written.
+filled by the round that runs (`actors.saving.exchange`), while the parts of the round before are written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import queue
 import struct
 import threading
 import time
@@ -26,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from actors.saving.exchange import Ranks
+from actors.saving.exchange import Exchange, Peak, Ranks, Slots
 from actors.saving.handles import wait_for_background_saves
-from actors.saving.held import HeldTensors, byte_slice
+from actors.saving.held import HeldTensors
 from actors.saving.hf_names import as_stored, config_files
 from actors.saving.reporting import SaveReporter
 from actors.saving.training_state import LINK_KEY, STATE_KEY, collect_state, link_file
@@ -44,9 +43,9 @@ from actors.saving.writer import (
 from cluster.argument_types import checks_arguments
 from cluster.config import Config
 from cluster.errors import SaveError, SaveRefused
-from cluster.request import StoreOptions
+from cluster.request import StoreOptions, open_folder
 from cluster.saving.held import Merged, RankTable, arguments_text, merge
-from cluster.saving.plan import Piece, PlannedPart, Round, Schedule, blocks, schedule
+from cluster.saving.plan import PlannedPart, Schedule, schedule
 from cluster.saving.shards import (
     DEFAULT_SHARD_BYTES,
     MIN_SHARD_BYTES,
@@ -60,13 +59,12 @@ from cluster.saving.unchanged import StoredChunks
 from cluster.telemetry.saves import PUBLISHING, WRITING
 from storage.checkpoints.model_index import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from storage.checksum import MANIFEST_HASH_NAMES
-from storage.errors import DependencyChanged, LongshoreError, StoreError
+from storage.errors import DependencyChanged, LongshoreError
 from storage.problems import quote
 from storage.publishing.save_history import remember_save
 from storage.publishing.saves import PartRecord, writes_parts
 from storage.store_ref import Credentials
 from storage.stores.object_store import ObjectStore
-from storage.stores.open_store import open_store
 from storage.stores.requests import RetryPolicy
 
 ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
@@ -221,19 +219,17 @@ def save(
         credentials=credentials,
         config=config,
     )
-    reporter = SaveReporter(given.uri, ranks.rank, ranks.size, started_s)
-    try:
-        report = _Save(ranks, given, started_s, reporter).run(state_dict)
-    except _Agreed as refused:
+    with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
+        try:
+            report = _Save(ranks, given, started_s, reporter).run(state_dict)
+        except _Agreed as refused:
+            ranks.close()
+            raise refused.error from None
+        except BaseException as error:
+            ranks.close(error)
+            raise
         ranks.close()
-        reporter.failed(refused.error)
-        raise refused.error from None
-    except BaseException as error:
-        ranks.close(error)
-        reporter.failed(error)
-        raise
-    ranks.close()
-    reporter.published(revision=report.revision)
+        reporter.published(revision=report.revision)
     return report
 
 
@@ -303,7 +299,7 @@ class _Save:
         self._policy = RetryPolicy()
         self._files: dict[str, Contents] = {}
         self._chunk_bytes = 0
-        self._foreign = _Peak()
+        self._foreign = Peak()
         self._counts: list[_Counts] = []  # of each rank, when the records were last shared
         self._seconds = dict.fromkeys(("plan_s", "exchange_s", "write_s", "commit_s"), 0.0)
 
@@ -341,7 +337,7 @@ class _Save:
                 if self._write(writer, layouts, merged, plan, held):
                     break
             self._step("commit")
-            self._reporter.enter(PUBLISHING, functools.partial(self._progress, writer, layouts))
+            self._reporter.enter(PUBLISHING)
             with self._timed("commit_s"):
                 revision = self._commit(writer, store, begun)
             return self._report(layouts, merged, plan, begun, revision, store.uri)
@@ -450,12 +446,7 @@ class _Save:
     def _open_store(self) -> ObjectStore:
         config = self._given.config or Config.from_env()
         ref, _ = self._given.options.resolve(self._given.uri, new=True)
-        if ref.scheme == "file":
-            try:
-                os.makedirs(ref.prefix, exist_ok=True)
-            except OSError as error:
-                raise StoreError(f"cannot make the folder: {error.strerror}", path=ref.prefix) from error
-        store = open_store(ref, self._given.credentials, read_timeout_s=config.read_timeout_s)
+        store = open_folder(ref, self._given.credentials, config.read_timeout_s)
         writes_parts(store)
         return store
 
@@ -490,8 +481,8 @@ class _Save:
         held: HeldTensors,
     ) -> bool:
         """Write every part. Return False, on every rank, if the save must begin anew."""
-        slots = _Slots(self._given.slots, plan, layouts, pinned=held.any_on_gpu)
-        exchange = _Exchange(self._ranks, layouts, merged, held, self._foreign)
+        slots = Slots(self._given.slots, plan, layouts, pinned=held.any_on_gpu)
+        exchange = Exchange(self._ranks, layouts, merged, held, self._foreign)
         differs = threading.Event()
         pending: list[Future[None]] = []
 
@@ -622,162 +613,3 @@ class _Counts(NamedTuple):
         """Return the sums over ranks; of the peak the highest."""
         written, reused, copied, peaks = zip(*ranks, strict=True)
         return _Counts(sum(written), sum(reused), sum(copied), max(peaks))
-
-
-class _Peak:
-    """The bytes of other ranks that this rank holds now, and the most so far."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._now_bytes = 0
-        self.peak_bytes = 0
-
-    def add(self, size_bytes: int) -> None:
-        with self._lock:
-            self._now_bytes += size_bytes
-            self.peak_bytes = max(self.peak_bytes, self._now_bytes)
-
-
-class _Slots:
-    """Buffers of one part each, made when they are first needed and used again."""
-
-    def __init__(self, count: int, plan: Schedule, layouts: Sequence[ShardLayout], *, pinned: bool) -> None:
-        mine = [part for work in plan.rounds for part in work.assemble]
-        self._size_bytes = max((layouts[part.shard].parts[part.part].size_bytes for part in mine), default=0)
-        self._pinned = pinned and torch.cuda.is_available()
-        self._left = count
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-
-    def take(self, check: Any) -> torch.Tensor:
-        """Return a free buffer. Waits for one, and calls `check` meanwhile."""
-        if self._left and self._free.empty():
-            self._left -= 1
-            return torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        while True:
-            try:
-                return self._free.get(timeout=0.2)
-            except queue.Empty:
-                check()
-
-    def give(self, buffer: torch.Tensor) -> None:
-        self._free.put(buffer)
-
-
-class _Exchange:
-    """The messages of a rank: what it sends in a round, and how the parts that it assembles are put together."""
-
-    def __init__(
-        self, ranks: Ranks, layouts: Sequence[ShardLayout], merged: Merged, held: HeldTensors, foreign: _Peak
-    ) -> None:
-        self._ranks = ranks
-        self._layouts = layouts
-        self._tensors = merged.tensors
-        self._held = held
-        self._foreign = foreign
-        self._starts = [{tensor.name: tensor.start for tensor in layout.tensors} for layout in layouts]
-        self._most_bytes = max((part.size_bytes for layout in layouts for part in layout.parts), default=0)
-        self._tag = 0
-
-    def run(self, work: Round, buffers: Sequence[torch.Tensor]) -> list[int]:
-        """Fill the buffers with the parts of a round. Return the bytes of other ranks in each of them."""
-        receives: list[tuple[torch.Tensor, int, int]] = []
-        arrivals: list[tuple[torch.Tensor, PlannedPart, int, torch.Tensor]] = []
-        foreign: list[int] = []
-        staged_bytes = 0
-        for part, buffer in zip(work.assemble, buffers, strict=True):
-            tag, self._tag = self._tag, self._tag + 1
-            self._fill_header(part, buffer)
-            foreign.append(sum(part.message_bytes(rank) for rank in part.sources if rank != self._ranks.rank))
-            for rank, pieces in part.sources.items():
-                if rank == self._ranks.rank:
-                    self._place(part, pieces, self._message(pieces), buffer)
-                    continue
-                target = self._direct(part, pieces, buffer)
-                if target is None:
-                    target = torch.empty(part.message_bytes(rank), dtype=torch.uint8)
-                    staged_bytes += len(target)
-                    arrivals.append((target, part, rank, buffer))
-                receives.append((target, rank, tag))
-        self._foreign.add(sum(foreign) + staged_bytes)
-        if receives or work.send:
-            self._ranks.run(lambda: self._transfer(receives, work))
-        for message, part, rank, buffer in arrivals:
-            self._place(part, part.sources[rank], message, buffer)
-        self._foreign.add(-staged_bytes)
-        return foreign
-
-    def _transfer(self, receives: Sequence[tuple[torch.Tensor, int, int]], work: Round) -> None:
-        """Receive and send. Every rank starts all receives of a round first, so no send waits for a send."""
-        started = [self._ranks.receive(tensor, rank, tag) for tensor, rank, tag in receives]
-        sending: list[tuple[Any, torch.Tensor]] = []
-        copied_bytes = 0
-        for rank, tag, pieces in work.send:
-            message = self._message(pieces)
-            if message.is_cuda:
-                message = message.cpu()
-            copied_bytes += len(message) if not self._is_view(pieces) else 0
-            sending.append((self._ranks.send(message, rank, tag), message))
-            if copied_bytes > self._most_bytes:  # copies are bounded as the parts are
-                for handle, _ in sending:
-                    handle.wait()
-                sending, copied_bytes = [], 0
-        for handle, _ in sending:
-            handle.wait()
-        for handle in started:
-            handle.wait()
-
-    def _fill_header(self, part: PlannedPart, buffer: torch.Tensor) -> None:
-        if part.part == 0:
-            header = self._layouts[part.shard].header
-            buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-
-    def _local(self, piece: Piece) -> torch.Tensor:
-        tensor = self._tensors[piece.tensor]
-        region, _ = tensor.regions.held[piece.region]
-        return self._held.local(tensor.spec.name, region.offsets[:-1])
-
-    def _is_view(self, pieces: Sequence[Piece]) -> bool:
-        local = self._local(pieces[0])
-        return len(pieces) == 1 and local.is_contiguous() and not local.is_cuda
-
-    def _message(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Return the bytes of this rank's pieces, in order."""
-        found = [byte_slice(self._local(piece), piece.local_start, piece.local_end) for piece in pieces]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _direct(self, part: PlannedPart, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor | None:
-        """Return the place in the buffer of a message that is one run there, or None."""
-        if len(pieces) != 1:
-            return None
-        tensor = self._tensors[pieces[0].tensor]
-        region, _ = tensor.regions.held[pieces[0].region]
-        runs = blocks(tensor.regions.shape, region, pieces[0].start, pieces[0].end)
-        first, more = next(runs), next(runs, None)
-        if more is not None or first.times > 1:
-            return None
-        at = self._at(part, pieces[0]) + first.into
-        return buffer[at : at + first.run]
-
-    def _at(self, part: PlannedPart, piece: Piece) -> int:
-        """Return where the range of a piece begins in the part."""
-        start = self._starts[part.shard][self._tensors[piece.tensor].spec.name]
-        return start + piece.start - self._layouts[part.shard].parts[part.part].start
-
-    def _place(self, part: PlannedPart, pieces: Sequence[Piece], message: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy the bytes of a message to their places in the part."""
-        used = 0
-        for piece in pieces:
-            tensor = self._tensors[piece.tensor]
-            region, _ = tensor.regions.held[piece.region]
-            own = message[used : used + piece.size_bytes]
-            used += piece.size_bytes
-            at = self._at(part, piece)
-            runs = list(blocks(tensor.regions.shape, region, piece.start, piece.end))
-            if len(runs) > 1 and own.is_cuda:
-                own = own.cpu()
-            for run in runs:
-                into = buffer[at + run.into :]
-                source = own[run.source :]
-                into.as_strided((run.times, run.run), (run.into_step, 1)).copy_(
-                    source.as_strided((run.times, run.run), (run.source_step, 1))
-                )

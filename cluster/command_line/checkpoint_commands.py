@@ -139,13 +139,13 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_saves(args: argparse.Namespace) -> int:
-    """List what interrupted saves left, and remove it with --clean."""
+    """List what interrupted saves left, and remove it with --clean; INTEGRITY when files stay, as none is known."""
     from cluster.command_line.tables import saves_table
     from cluster.publishing import list_saves
 
     report = list_saves(args.uri, clean=args.clean, **given_options(args, STORE))
     answer(args, report.as_dict(), lambda: saves_table(report))
-    return OK
+    return INTEGRITY if report.problem else OK
 
 
 def run_sign(args: argparse.Namespace) -> int:

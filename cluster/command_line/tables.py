@@ -154,7 +154,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
                 save.progress.ranks,
                 f"{show_bytes(save.progress.done_bytes)} of {show_bytes(save.progress.total_bytes)}",
                 f"{save.progress.elapsed_s:.0f} s",
-                save.progress.uri,
+                save.progress.place,
                 save.progress.message or save.progress.revision[:12],
             )
             for save in status.saves
@@ -259,7 +259,9 @@ def saves_table(report: SavesReport) -> RenderableType:
     for item in report.leftovers:  # sizes of journals and of S3's uploads are not known
         size = f", {show_bytes(item.size_bytes)}" if item.size_bytes else ""
         rows.append((f"{state}: {item.kind}", f"{item.key} of save {item.revision or '?'}{size}"))
-    return facts(rows if report.leftovers else [*rows, ("left", "nothing")])
+    if report.problem:
+        rows.append(("stays", report.problem))
+    return facts(rows if report.leftovers or report.problem else [*rows, ("left", "nothing")])
 
 
 def verify_table(report: VerifyReport) -> RenderableType:

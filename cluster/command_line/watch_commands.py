@@ -160,10 +160,10 @@ _FORGOTTEN = ("load", "released", "")  # minutes after its end
 
 
 def _now(status: ClusterStatus, load_id: str) -> tuple[str, str, str]:
-    """Return what the id is ("load" or "save"), its state and its error."""
+    """Return what the id is (load, save or conversion), its state and its error."""
     for save in status.saves:
         if save.progress.save_id == load_id:
-            return "save", save.progress.state, save.progress.message
+            return save.progress.what, save.progress.state, save.progress.message
     for model in status.listed:
         if model.progress.model_id == load_id:
             return "load", model.progress.state, model.error

@@ -310,7 +310,8 @@ def _save(save: SaveProgress) -> Text:
     done = (
         f"{show_bytes(save.done_bytes)} of {show_bytes(save.total_bytes)} ({_share(save.done_bytes, save.total_bytes)})"
     )
-    return cell(f"{save.save_id} {save.state}, {done}, {save.ranks} ranks, to {save.uri}", "cyan")
+    ranks = f"{save.ranks} {'workers' if save.source else 'ranks'}"
+    return cell(f"{save.save_id} {save.state}, {done}, {ranks}, to {save.place}", "cyan")
 
 
 def _shortened(model_id: str, most: int = SHORT_ID) -> str:

@@ -142,8 +142,8 @@ UPDATE_CHANGED_BYTES = _counter(
 SAVES_FINISHED = _counter(
     "saves_finished",
     "model outcome",
-    "Saves that ended: published, failed, lost (rank 0 reported nothing more). Of saves whose rank 0 is connected to "
-    "the Ray cluster, as all that follow.",
+    "Saves and conversions that ended: published, failed, lost (rank 0 reported nothing more). Of those whose rank 0 "
+    "is connected to the Ray cluster, as all that follow.",
 )
 SAVE_FAILURES = _counter("save_failures", "model error", "Saves that failed or were lost, by the type of the error.")
 SAVE_DURATION = _family(
@@ -155,7 +155,7 @@ SAVE_BYTES = _counter(
     "Bytes of saved files, by how they came into the store: written, copied (by the store, from the revision before), "
     "reused (skipped, as an interrupted save had written them).",
 )
-SAVES = _gauge("saves", "model state", "Saves that run, by state: planning, writing, publishing.")
+SAVES = _gauge("saves", "model state", "Saves that run, by state: planning, writing, publishing, verifying.")
 SAVE_SIZE = _gauge("save_size_bytes", "model", "Bytes of all files of the saves that run, once planned.")
 SAVE_DONE = _gauge("save_done_bytes", "model", "Of these, in the store by now.")
 SAVE_IDLE = _gauge(

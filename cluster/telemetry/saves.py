@@ -2,6 +2,7 @@
 
     rank 0 of a save --SaveProgress, each second--> Saves.received --> events, counters, the status of each save
 
+A conversion is a save whose tensors come from another checkpoint. The process that converts is its rank 0.
 A save does not depend on any of this. Every report is whole, so a lost one costs nothing, and a restarted coordinator
 goes on with the next. A save whose rank 0 has not reported for LOST_S is taken for lost.
 """
@@ -18,9 +19,9 @@ from cluster.telemetry.metrics import BoundedLabels, Family, model_label
 from cluster.telemetry.stats import Jsonable
 from cluster.units import show_bytes
 
-PLANNING, WRITING, PUBLISHING = "planning", "writing", "publishing"
+PLANNING, WRITING, PUBLISHING, VERIFYING = "planning", "writing", "publishing", "verifying"
 PUBLISHED, FAILED, LOST = "published", "failed", "lost"
-UNDER_WAY = (PLANNING, WRITING, PUBLISHING)
+UNDER_WAY = (PLANNING, WRITING, PUBLISHING, VERIFYING)
 OUTCOMES = (PUBLISHED, FAILED, LOST)
 LOST_S = 60.0  # without a report, a save is lost
 KEPT_S = 300.0  # an ended save stays listed for so long
@@ -36,7 +37,7 @@ class SaveProgress(Jsonable):
     number: int  # of the report, from 1 on
     uri: str
     state: str  # one of UNDER_WAY, or of OUTCOMES
-    ranks: int
+    ranks: int  # of a conversion its workers
     host: str = ""  # of rank 0
     total_bytes: int = 0  # of all files
     written_bytes: int = 0  # sent to the store
@@ -50,11 +51,23 @@ class SaveProgress(Jsonable):
     failed_rank: int | None = None
     worker_group: str = ""  # of the loaded model that saves itself
     reporter: int = 0  # the rank that reports; another than 0 reports the end of rank 0
+    source: str = ""  # URI that a conversion reads; "" for a save
+    verified_bytes: int = 0  # of a conversion: read back and compared
 
     @property
     def done_bytes(self) -> int:
         """Return the bytes that are in the store."""
         return self.written_bytes + self.copied_bytes + self.reused_bytes
+
+    @property
+    def what(self) -> str:
+        """Return the noun for people: save or conversion."""
+        return "conversion" if self.source else "save"
+
+    @property
+    def place(self) -> str:
+        """Return the URI that is written, and the one that a conversion reads."""
+        return f"{self.uri} from {self.source}" if self.source else self.uri
 
     @property
     def is_over(self) -> bool:
@@ -145,12 +158,13 @@ class Saves:
                 if now_s - save.heard_s > KEPT_S:
                     del self._saves[save_id]
             elif now_s - save.heard_s > LOST_S:
+                who = "its process" if save.progress.source else "rank 0"
                 lost = replace(
                     save.progress,
                     number=save.progress.number + 1,
                     state=LOST,
-                    message=f"rank 0 has not reported for {LOST_S:.0f} s",
-                    failed_rank=0,
+                    message=f"{who} has not reported for {LOST_S:.0f} s",
+                    failed_rank=None if save.progress.source else 0,
                     elapsed_s=save.progress.elapsed_s + now_s - save.heard_s,
                 )
                 last = save.log.last_number
@@ -181,11 +195,11 @@ class Saves:
         # What an earlier coordinator has counted is not counted again.
         first = SaveProgress(progress.save_id, 0, progress.uri, PLANNING, progress.ranks)
         self._count_bytes(label, first, progress if progress.number == 1 else first)
-        what = "a save has begun" if progress.number == 1 else "a save goes on; the coordinator was restarted"
+        how = "has begun" if progress.number == 1 else "goes on; the coordinator was restarted"
         save.log.add(
             at_s,
             "save",
-            f"{what}: {progress.uri}, {progress.ranks} ranks",
+            f"a {progress.what} {how}: {progress.place}, {progress.ranks} {'workers' if progress.source else 'ranks'}",
             rank=0,
             host=progress.host,
             state=progress.state,
@@ -198,7 +212,11 @@ class Saves:
     def _moved(self, save: SaveNow, progress: SaveProgress, now_s: float, at_s: float) -> None:
         before = save.progress
         self._count_bytes(save.model, before, progress)
-        is_moved = (progress.state, progress.done_bytes) != (before.state, before.done_bytes)
+        is_moved = (progress.state, progress.done_bytes, progress.verified_bytes) != (
+            before.state,
+            before.done_bytes,
+            before.verified_bytes,
+        )
         moved_s = now_s if is_moved else save.moved_s
         self._saves[progress.save_id] = replace(save, progress=progress, heard_s=now_s, moved_s=moved_s)
         if progress.is_over:
@@ -230,7 +248,7 @@ class Saves:
         save.log.add(
             at_s,
             "save",
-            f"the save {'is lost' if progress.state == LOST else 'failed'}: {progress.message}",
+            f"the {progress.what} {'is lost' if progress.state == LOST else 'failed'}: {progress.message}",
             rank=progress.failed_rank,
             state=FAILED,
             uri=progress.uri,

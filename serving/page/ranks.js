@@ -68,7 +68,8 @@ export function showSaves({ saves = [] }) {
       { text: bytes(done), part: save.total_bytes ? done / save.total_bytes : null, kind: "" },
       number(save.total_bytes ? bytes(save.total_bytes) : "-"),
       number(bytes(save.written_bytes)), number(bytes(save.copied_bytes)), number(bytes(save.reused_bytes)),
-      number(`${save.elapsed_s.toFixed(1)} s`), { text: save.uri, kind: "long" },
+      number(`${save.elapsed_s.toFixed(1)} s`),
+      { text: save.source ? `${save.uri} from ${save.source}` : save.uri, kind: "long" },
       { text: save.message || (save.revision ? `revision ${save.revision.slice(0, 16)}` : quiet || "-"), kind: "long" },
     ];
   }));

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
@@ -21,13 +20,19 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from storage.checkpoints.checkpoint_files import HISTORY_KEY, read_whole
 from storage.errors import ObjectNotFound, StoreError
-from storage.publishing.saves import SavesReport, abort_uploads, list_saves, published, remove_leftovers
+from storage.publishing.saves import (
+    SavesReport,
+    abort_uploads,
+    list_saves,
+    published,
+    remove_leftovers,
+    unused_files,
+)
 from storage.stores.object_store import ObjectStore
 from storage.stores.requests import RetryPolicy, with_retries
 
 MAX_SAVES = 1000  # in the history
 MAX_HISTORY_BYTES = 1 << 20
-_TRAINING = re.compile(r"training/([0-9a-f]{16})(?:\.json|/.*)", re.DOTALL)
 _Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{0,64}$")]
 _HISTORY = TypeAdapter(Annotated[tuple[tuple[_Id, _Id], ...], Field(max_length=MAX_SAVES)])
 _LOG = logging.getLogger("longshore.save")
@@ -74,7 +79,7 @@ def interrupted_saves(
 
     Raises UnsupportedStore and StoreError.
     """
-    kept = {save_id for save_id, _ in read_history(store, policy)}
+    kept = read_history(store, policy)
     report = list_saves(store, revision_of, policy, kept)
     if not clean:
         return report
@@ -114,25 +119,9 @@ def _remove(
     manifest, _ = published(store, policy)
     if manifest is None:
         return ()
-    named = {entry.path for entry in (*manifest.shards, *manifest.files)}
-    trainings = {training for _, training in kept} | {
-        found[1] for path in named if (found := _TRAINING.fullmatch(path)) is not None
-    }
-    saves = {save_id for save_id, _ in kept}
-    gone = []
-    for prefix in ("model-", "training/"):
-        try:
-            keys = [info.key for info in with_retries(lambda prefix=prefix: list(store.list(prefix)), policy)]  # type: ignore[misc]
-        except ObjectNotFound:
-            continue
-        for key in keys:
-            training = _TRAINING.fullmatch(key)
-            is_old = revision_of(key) not in (None, *saves) if training is None else training[1] not in trainings
-            if is_old and key not in named:
-                gone.append(key)
-    for number in sorted({found[1] for key in gone if (found := _TRAINING.fullmatch(key)) is not None}):
+    gone = list(unused_files(store, manifest, revision_of, policy, kept))
+    for state in sorted({item.revision for item in gone if item.key.startswith("training/")}):
         with contextlib.suppress(StoreError):  # some stores cannot list uploads
-            abort_uploads(store, f"training/{number}/model-", policy)  # of a state whose save was interrupted
-    for key in sorted(gone, key=lambda key: (not key.endswith("longshore.manifest.json"), key)):
-        with_retries(lambda key=key: store.delete(key), policy)  # type: ignore[misc]
-    return tuple(gone)
+            abort_uploads(store, f"training/{state}/model-", policy)  # of a state whose save was interrupted
+    remove_leftovers(store, gone, policy)
+    return tuple(item.key for item in gone)

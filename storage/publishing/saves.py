@@ -15,9 +15,10 @@ one time the one that began later goes on, and the other ends.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -46,6 +47,7 @@ MAX_JOURNAL_BYTES = 64 << 20
 MAX_JSON_VALUES = 3_000_000
 MIN_PAUSE_S = 1.0  # between two versions of the journal
 PAUSE_PER_WRITE = 10.0  # times the duration of the last one
+_STATE = re.compile(r"training/([0-9a-f]{16})(?:\.json|/.*)", re.DOTALL)  # files of a training state, by its number
 
 Text = Annotated[str, StringConstraints(max_length=2048)]
 
@@ -213,7 +215,7 @@ class Leftover:
 
     key: str
     kind: Literal["upload", "file", "journal", "replaced"]  # "replaced": the old bytes of small files
-    revision: str  # the save's, as in the file name; "" if it is not known
+    revision: str  # the save's, as in the file name, or the number of a training state; "" if it is not known
     size_bytes: int
     upload: str = ""  # the id, for an upload
 
@@ -227,6 +229,7 @@ class SavesReport:
     manifest_revision: str  # of the manifest; "" without one
     leftovers: tuple[Leftover, ...]
     cleaned: bool  # whether they were removed
+    problem: str = ""  # why files that nobody may use are neither listed nor removed; "" if they are
 
     @property
     def leftover_bytes(self) -> int:
@@ -239,15 +242,19 @@ class SavesReport:
 
 
 def list_saves(
-    store: ObjectStore, revision_of: Callable[[str], str | None], policy: RetryPolicy, kept: Collection[str] = ()
+    store: ObjectStore,
+    revision_of: Callable[[str], str | None],
+    policy: RetryPolicy,
+    kept: Collection[tuple[str, str]] = (),
 ) -> SavesReport:
-    """Return what saves have left at the root of the store.
+    """Return what saves have left at the root of the store, and in the folders of training states.
 
     Args:
         store: Root of the checkpoint.
         revision_of: Returns the revision in a file's name, or None for a file that no save wrote.
         policy: Retries of requests.
-        kept: Revisions whose files are no leftovers, as they were published before.
+        kept: Revisions that were published before, each with the number of its training state. Their files are no
+            leftovers.
 
     Raises:
         UnsupportedStore: The store cannot be written in parts, so no save wrote there.
@@ -258,34 +265,64 @@ def list_saves(
     used = set() if manifest is None else {shard.path for shard in manifest.shards}
     journal, etag = read_journal(store, policy)
     found: list[Leftover] = []
+    problem = ""
     if etag is not None:
         found.append(Leftover(SAVE_JOURNAL_KEY, "journal", journal.revision if journal else "", 0))
-    with contextlib.suppress(ObjectNotFound):
-        replaced = with_retries(lambda: store.stat(BEFORE_KEY), policy)
-        found.append(Leftover(BEFORE_KEY, "replaced", "", replaced.size_bytes))
-    for upload in with_retries(lambda: list(writes.open_uploads("model-")), policy):
-        if (revision := revision_of(upload.key)) is not None:
-            found.append(Leftover(upload.key, "upload", revision, upload.size_bytes, upload.upload))
-    if manifest is not None or info is None:  # with a manifest that cannot be read, nobody knows what it uses
-        try:
-            stored = with_retries(lambda: list(store.list("model-")), policy)
-        except ObjectNotFound:  # the folder does not exist
-            stored = []
-        for item in stored:
-            revision = revision_of(item.key)
-            if revision is not None and revision not in kept and item.key not in used:
-                found.append(Leftover(item.key, "file", revision, item.size_bytes))
+    for prefix in ("model-", "training/"):
+        for upload in with_retries(lambda prefix=prefix: list(writes.open_uploads(prefix)), policy):  # type: ignore[misc]
+            state = _STATE.fullmatch(upload.key)
+            revision = revision_of(upload.key) if state is None else state[1]
+            if revision is not None:
+                found.append(Leftover(upload.key, "upload", revision, upload.size_bytes, upload.upload))
+    if manifest is not None or info is None:
+        with contextlib.suppress(ObjectNotFound):
+            replaced = with_retries(lambda: store.stat(BEFORE_KEY), policy)
+            found.append(Leftover(BEFORE_KEY, "replaced", "", replaced.size_bytes))
+        found += unused_files(store, manifest, revision_of, policy, kept)
+    else:
+        problem = (
+            f"{MANIFEST_KEY} cannot be read, so nobody knows which files it uses: all files stay, and so does "
+            f"{BEFORE_KEY}; save again or write the manifest anew, then clean again"
+        )
     revisions = sorted({revision for path in used if (revision := revision_of(path)) is not None})
     found.sort(key=lambda item: (item.revision, item.kind, item.key, item.upload))
     named = "" if manifest is None else manifest.revision
-    return SavesReport(store.uri, tuple(revisions), named, tuple(found), cleaned=False)
+    return SavesReport(store.uri, tuple(revisions), named, tuple(found), cleaned=False, problem=problem)
+
+
+def unused_files(
+    store: ObjectStore,
+    manifest: Manifest | None,
+    revision_of: Callable[[str], str | None],
+    policy: RetryPolicy,
+    kept: Collection[tuple[str, str]],
+) -> Iterator[Leftover]:
+    """Yield the files of saves, and those of training states, that neither the manifest nor `kept` names.
+
+    Arguments are those of `list_saves`. Raises StoreError.
+    """
+    named = set() if manifest is None else {entry.path for entry in (*manifest.shards, *manifest.files)}
+    revisions = {revision for revision, _ in kept}
+    states = {state for _, state in kept} | {found[1] for path in named if (found := _STATE.fullmatch(path))}
+    for prefix in ("model-", "training/"):
+        try:
+            stored = with_retries(lambda prefix=prefix: list(store.list(prefix)), policy)  # type: ignore[misc]
+        except ObjectNotFound:  # the folder does not exist
+            return
+        for item in stored:
+            state = _STATE.fullmatch(item.key)
+            revision = revision_of(item.key) if state is None else state[1]
+            if revision is None or item.key in named or revision in (revisions if state is None else states):
+                continue
+            is_journal = state is not None and item.key.endswith(f"/{SAVE_JOURNAL_KEY}")
+            yield Leftover(item.key, "journal" if is_journal else "file", revision, item.size_bytes)
 
 
 def remove_leftovers(store: ObjectStore, leftovers: Iterable[Leftover], policy: RetryPolicy) -> None:
     """Put small files back as they were before, abort those uploads and delete those files. Raises StoreError."""
     writes = writes_parts(store)
-    # The small files first: as long as an index names files, they are there.
-    for item in sorted(leftovers, key=lambda item: item.kind != "replaced"):
+    # The small files first: as long as an index names files, they are there. Then manifests, for the same reason.
+    for item in sorted(leftovers, key=lambda item: (item.kind != "replaced", not item.key.endswith(MANIFEST_KEY))):
         if item.kind == "upload":
             with_retries(lambda item=item: writes.abort_parts(item.key, item.upload), policy)  # type: ignore[misc]
         elif item.kind == "replaced":

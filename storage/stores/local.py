@@ -266,16 +266,22 @@ class LocalStore:
             os.unlink(self._upload_path(key, upload))
 
     def open_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """Yield the hidden files of keys with that prefix, in the folder of the prefix."""
-        folder = os.path.dirname(prefix)
-        found: list[OpenUpload] = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path(folder)) as entries:
-            for entry in entries:
-                if (name := _UPLOAD.fullmatch(entry.name)) is not None and entry.is_file(follow_symlinks=False):
-                    key = os.path.join(folder, name[1])
-                    if key.startswith(prefix):
-                        found.append(OpenUpload(key, entry.name, entry.stat(follow_symlinks=False).st_size))
-        yield from found
+        """Yield the hidden files of keys with that prefix. Links to folders are not followed."""
+        folders = [os.path.dirname(prefix)]
+        while folders:
+            folder = folders.pop()
+            found: list[OpenUpload] = []
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path(folder)) as entries:
+                for entry in entries:
+                    key = os.path.join(folder, entry.name)
+                    if entry.is_dir(follow_symlinks=False):
+                        if f"{key}/".startswith(prefix):
+                            folders.append(key)
+                    elif (name := _UPLOAD.fullmatch(entry.name)) is not None and entry.is_file(follow_symlinks=False):
+                        key = os.path.join(folder, name[1])
+                        if key.startswith(prefix):
+                            found.append(OpenUpload(key, entry.name, entry.stat(follow_symlinks=False).st_size))
+            yield from found
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> ObjectInfo:
         """Write a file like `put`, under a lock, if the one that is there has that version. Raises ObjectChanged."""

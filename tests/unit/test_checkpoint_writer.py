@@ -352,6 +352,47 @@ def test_uploads_of_a_training_state_that_was_interrupted_go_with_it(store: Obje
     assert open_model(store).revision == revision
 
 
+def test_training_states_that_were_interrupted_are_listed(store: ObjectStore) -> None:
+    named, kept, cut, linked = (f"00000000000000{name}" for name in ("aa", "bb", "cc", "dd"))
+    commit(store, {"w": np.zeros(3, np.uint8)}, {**FILES, f"training/{named}.json": b"{}"})
+    remember_save(store, "0", kept, None, revision_of_file, POLICY)
+    for state in (named, kept, cut):
+        for name in ("state.json", MANIFEST_KEY, "model-0-00001-of-00001.safetensors"):
+            store.put(f"training/{state}/{name}", b"{}")
+    store.put(f"training/{cut}/{SAVE_JOURNAL_KEY}", b"{}")
+    store.put(f"training/{linked}.json", b"{}")
+    store.put("training/notes.txt", b"of the user")
+    writes_parts(store).begin_parts(f"training/{cut}/model-0-00001-of-00001.safetensors")
+    left = interrupted_saves(store, revision_of_file, POLICY).leftovers
+    assert sorted((item.kind, item.revision) for item in left) == [
+        *[("file", cut)] * 3,
+        ("file", linked),
+        ("journal", cut),
+        ("upload", cut),
+    ]
+    assert interrupted_saves(store, revision_of_file, POLICY, clean=True).leftovers == left
+    assert interrupted_saves(store, revision_of_file, POLICY).leftovers == ()
+    assert len([info for info in store.list(f"training/{named}")]) == 4
+    assert len([info for info in store.list(f"training/{kept}")]) == 3
+    assert stored(store, "training/notes.txt") == b"of the user"
+
+
+def test_clean_says_that_files_stay_when_the_manifest_cannot_be_read(store: ObjectStore) -> None:
+    commit(store, {"w": np.zeros(3, np.uint8)}, FILES)
+    commit(store, {"w": np.ones(3, np.uint8)}, NEWER, stop_at="manifest")
+    store.put(MANIFEST_KEY, b"{")
+    files = {info.key: stored(store, info.key) for info in store.list() if info.key != SAVE_JOURNAL_KEY}
+    for clean in (False, True):
+        report = interrupted_saves(store, revision_of_file, POLICY, clean=clean)
+        assert [item.kind for item in report.leftovers] == ["journal"]
+        assert report.problem.startswith(f"{MANIFEST_KEY} cannot be read")
+    assert {info.key: stored(store, info.key) for info in store.list()} == files
+    assert BEFORE_KEY in files
+    commit(store, {"w": np.ones(3, np.uint8)}, NEWER)  # the way out
+    report = interrupted_saves(store, revision_of_file, POLICY, clean=True)
+    assert (report.problem, {item.kind for item in report.leftovers}) == ("", {"file"})
+
+
 def test_a_file_that_becomes_shorter_while_it_is_read_is_read_as_it_was(tmp_path: Path) -> None:
     class Slow(LocalStore):
         def stat(self, key: str) -> ObjectInfo:

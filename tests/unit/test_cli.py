@@ -591,6 +591,10 @@ def test_saves_lists_and_removes_what_was_interrupted(run: Run, tmp_path: Path) 
     assert set(uri.rglob("*")) == before
     assert "nothing" in run("saves", str(uri))[1]
     assert cluster.verify(uri, progress=False).ok
+    (uri / "longshore.manifest.json").write_text("{")
+    code, out, _ = run("saves", str(uri), "--clean")
+    assert (code, "cannot be read" in out, "nothing" in out) == (6, True, False)
+    assert {path.name for path in uri.rglob("*")} == {path.name for path in before}
 
 
 def test_verify_names_the_chunk_that_differs_and_exits_with_6(run: Run, model: Path) -> None:

@@ -16,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.saving import reporting
+from actors.saving import conversion, reporting
+from actors.saving.convert import convert
 from actors.saving.reporting import SaveReporter
 from actors.saving.save import save
 from cluster.errors import SaveError
@@ -122,6 +123,30 @@ def test_a_restarted_coordinator_counts_from_the_next_report() -> None:
     assert found["saves_finished_total", "run-7", "published"] == 1
 
 
+def test_a_conversion_is_reported_as_such() -> None:
+    began = replace(FIRST, source="s3://runs/7", ranks=3)
+    failed = replace(began, number=2, state="failed", error="ConvertError", message="no numbers")
+    cluster = reported(began, failed)
+    save = cluster.saves.find("save-run-7-1")
+    assert save is not None
+    first, last = save.log.after(0)
+    assert first.message == "a conversion has begun: s3://models/run-7 from s3://runs/7, 3 workers"
+    assert (last.message, last.rank) == ("the conversion failed: no numbers", None)
+    cluster = reported(began)
+    ((progress, event),) = cluster.saves.look(LOST_S + 1, 0.0)
+    assert (progress.failed_rank, event.message) == (
+        None,
+        "the conversion is lost: its process has not reported for 60 s",
+    )
+
+
+def test_a_conversion_that_is_verified_is_not_idle() -> None:
+    now = replace(HALF, number=3, state="verifying", source="s3://runs/7")
+    later = replace(now, number=4, verified_bytes=5)
+    assert shown(reported(FIRST, HALF, now))["save_idle_seconds", "run-7"] == 8.0
+    assert shown(reported(FIRST, HALF, now, later))["save_idle_seconds", "run-7"] == 7.0
+
+
 def test_a_training_state_has_the_label_of_its_model() -> None:
     assert replace(FIRST, uri="s3://models/run-7/training/20261129T010203-ab12").model == "run-7"
 
@@ -187,6 +212,30 @@ def test_a_save_is_reported_from_its_begin_to_its_end(monkeypatch: pytest.Monkey
     assert (last.state, last.revision, last.worker_group) == ("published", report.revision, "llama-1a2b")
     assert (last.total_bytes, last.written_bytes) == (report.size_bytes, report.written_bytes)
     assert [each.number for each in ray.reports] == list(range(1, len(ray.reports) + 1))
+
+
+def test_a_conversion_is_reported_from_its_begin_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source, dest = tmp_path / "source", tmp_path / "m"
+    source.mkdir()
+    torch.save({"a": torch.ones(1000)}, source / "pytorch_model.bin")
+    ray = connected(monkeypatch, lambda report: None)
+    report = convert(source, dest, progress=False)
+    first, *_, last = ray.reports
+    assert (first.source, first.uri, first.ranks) == (f"file://{source}", f"file://{dest}", 1)
+    assert first.save_id.startswith("conversion-m-")
+    assert (last.state, last.revision, last.written_bytes) == ("published", report.revision, report.written_bytes)
+    assert last.total_bytes == last.written_bytes
+    assert last.verified_bytes > 0
+    monkeypatch.setattr(conversion, "begin_save", refuse)
+    with pytest.raises(SaveError):
+        convert(source, tmp_path / "other", progress=False)
+    last = ray.reports[-1]
+    assert (last.state, last.error, last.failed_rank) == ("failed", "SaveError", None)
+
+
+def refuse(*_: object, **__: object) -> None:
+    """Fail as a conversion whose store refuses."""
+    raise SaveError("no")
 
 
 def test_a_coordinator_that_fails_or_hangs_fails_no_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
