@@ -20,10 +20,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from actors.reader.lazy_tensor import LazyTensor, assignments_read
 from actors.reader.open_model import OpenModel
@@ -31,11 +33,13 @@ from cluster.errors import DoesNotFit, ModelBroken, UpdateFailed, UpdateRefused
 from cluster.small_files import ModelSource
 from engines.filling import Weights
 from storage.checkpoints.model_index import ModelIndex
+from storage.errors import LongshoreError
 from storage.host.memory import available_host_bytes
 from storage.host.processes import pid_namespace
 from storage.problems import Problems, quote
 
 _ATTRIBUTE = "_longshore_weights"  # of a model: its ResidentWeights
+_CONTENTS = "_longshore_contents"  # of a storage: names of the checkpoint's tensors whose contents it has
 _PACKED_COPY = "cpu_linear"  # vLLM's attribute of a module that has a packed copy beside its weights
 HEADROOM_BYTES = 256 << 20  # of host memory that must stay free
 
@@ -45,37 +49,64 @@ LoadWeights = Callable[[Weights], Any]
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes into which memory the tensors of a checkpoint are written, while a model is filled.
 
-    A plain tensor that a loader made from lazy ones counts for the tensor that the loader took last. A write into
-    `kept`, which are addresses of storages, raises UpdateRefused before it happens.
+    A plain tensor that was made from lazy ones counts for them. A write of anything else counts for the tensor that the
+    loader took last, and for the name "" when the loader has taken all. A write into `kept`, which are addresses of
+    storages, raises UpdateRefused before it happens.
     """
 
     def __init__(self, kept: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, set[str]] = {}  # address of a storage -> names
         self._kept = frozenset(kept)
-        self._last = ""  # the tensor that the loader works on
+        self._last: str | None = None  # the tensor that the loader works on; None before the first, "" after the last
 
     def named(self, weights: Weights) -> Weights:
         """Yield the weights, and remember which one the loader works on."""
-        for name, tensor in weights:
-            self._last = name
-            yield name, tensor
+        try:
+            for name, tensor in weights:
+                self._last = name
+                yield name, tensor
+        finally:
+            self._last = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        written = [
-            value.untyped_storage().data_ptr()
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            if isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor)
-        ]
-        if not self._kept.isdisjoint(written):
+        kwargs = kwargs or {}
+        names: set[str] = set()  # of the tensors whose contents the operation reads
+        written: list[torch.Tensor] = []
+        for number, argument in enumerate(func._schema.arguments):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            for value in tree_leaves(args[number] if number < len(args) else kwargs.get(argument.name)):
+                if not is_written:
+                    names |= _contents_of(value)
+                elif _is_plain(value) and value.numel():
+                    written.append(value)
+        if written and not names and self._last is not None:
+            names = {self._last}
+        addresses = {value.untyped_storage().data_ptr() for value in written}
+        if not self._kept.isdisjoint(addresses):
             raise UpdateRefused(
-                f"the engine would fill {quote(self._last)} into weights that are in use", hint="start the engine anew"
+                f"the engine would fill {', '.join(map(quote, sorted(names)))} into weights that are in use",
+                hint="start the engine anew",
             )
-        result = func(*args, **(kwargs or {}))
-        for address in written if self._last else ():
-            self.written.setdefault(address, set()).add(self._last)
+        result = func(*args, **kwargs)
+        for address in addresses if names else ():
+            self.written.setdefault(address, set()).update(names)
+        for value in (*written, *tree_leaves(result)) if names else ():
+            if _is_plain(value):
+                setattr(value.untyped_storage(), _CONTENTS, _contents_of(value) | names)
         return result
+
+
+def _contents_of(value: Any) -> frozenset[str]:
+    """Return the names of the checkpoint's tensors from which a tensor was made."""
+    if isinstance(value, LazyTensor):
+        return frozenset((value.stored.name,))
+    return getattr(value.untyped_storage(), _CONTENTS, frozenset()) if _is_plain(value) else frozenset()
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether it is a tensor with memory that others can share."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and value.layout == torch.strided
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +171,7 @@ class ResidentWeights:
         self._model = model
         self._packing: set[int] = set()  # modules that the engine packs, by id
         self.slots = _slots(model, watch)
-        self.unknown = [slot.name for slot in self.slots if not slot.sources]
+        self.unknown = [slot.name for slot in self.slots if not slot.sources or "" in slot.sources]
         # The contents of a checkpoint in a buffer would stay old.
         self.unknown += [name for name, buffer in model.named_buffers() if _storage(buffer) in watch.written]
 
@@ -285,13 +316,18 @@ class Update:
         need = max((_bytes_on(batch, "cpu") for batch in self._batches), default=0)
         return Vote(f"{self.uri} at revision {new.revision}{', streaming' if self.streaming else ''}", place, need)
 
+    def check_room(self) -> None:
+        """Raise DoesNotFit unless there is room for what all ranks of this machine stage. None of them has begun."""
+        hint = "free memory there"
+        if not self.streaming:
+            hint += ", or update with streaming=True, which stages one module after the other"
+        for batch in self._batches:
+            check_room(batch, self.host_bytes, "Nothing was touched", hint)
+
     def prepare(self) -> None:
-        """Stage everything that changed. A streaming update only looks whether there is room."""
+        """Stage everything that changed. A streaming update stages in its exchange."""
         if not self.streaming:
             self._staged = self._stage(self._batches[0])
-            return
-        for batch in self._batches:
-            check_room(batch, self.host_bytes)
 
     def exchange(self) -> None:
         """Put the new contents into the live model."""
@@ -301,6 +337,13 @@ class Update:
             self._staged = None
             return
         for batch in self._batches:
+            # Other ranks of the machine may have taken their part already, so only this rank's is to be free.
+            check_room(
+                batch,
+                _bytes_on(batch, "cpu"),
+                "The exchange has begun, so the model may have contents of both revisions",
+                "free memory there and update again, which reads everything, or start the engine anew",
+            )
             self.resident.exchange(self._stage(batch), self.repack)
 
     def finish(self) -> None:
@@ -309,7 +352,6 @@ class Update:
         self.resident.index, self.resident.uri = self.opened.index, self.uri
 
     def _stage(self, slots: Sequence[Slot]) -> Staged:
-        check_room(slots, self.host_bytes)
         staged = self.resident.stage(slots, self.opened.lazy_tensors(), self.load_weights)
         self.staged_bytes = max(self.staged_bytes, staged.size_bytes)
         return staged
@@ -420,20 +462,24 @@ def take_together(
         votes = together(group, ranks, lambda: left_if_failed(plan), exchanges=False)
         (update,) = begun
         update.host_bytes = bytes_here(votes, place)
-        together(group, ranks, lambda: left_if_failed(update.prepare), exchanges=False)
+        for step in (update.check_room, update.prepare):  # no rank stages before all have looked
+            together(group, ranks, partial(left_if_failed, step), exchanges=False)
         together(group, ranks, update.exchange, exchanges=True)
         update.finish()
-        report = update.opened.report()
+        try:
+            report = update.opened.report()
+        except LongshoreError as error:  # the arena's host has ended, and everything had been read before
+            read = f"what was read is not known ({error})"
+        else:
+            read = f"this process read {report['read_bytes']} bytes, all here {report['store_bytes']} from the store"
     log.info(
-        "Updated to revision %s in %.2f s: %d of %d tensors changed, this process read %d bytes and staged %d. "
-        "Readers here: %d bytes from the store",
+        "Updated to revision %s in %.2f s: %d of %d tensors changed, this process staged %d bytes, %s",
         update.opened.revision[:12],
         time.monotonic() - begin_s,
         len(update.changed),
         len(update.opened),
-        report["read_bytes"],
         update.staged_bytes,
-        report["store_bytes"],
+        read,
     )
 
 
@@ -529,10 +575,10 @@ def _bytes_on(slots: Iterable[Slot], kind: str) -> int:
     return sum(slot.template.size_bytes for slot in slots if slot.template.device.type == kind)
 
 
-def check_room(slots: Sequence[Slot], host_bytes: int) -> None:
+def check_room(slots: Sequence[Slot], host_bytes: int, state: str, hint: str) -> None:
     """Raise DoesNotFit unless there is memory for new parameters on each device.
 
-    `host_bytes`: what the ranks of this machine take of host memory together.
+    `host_bytes`: how much of host memory has to be free. `state` and `hint`: for the message.
     """
     for device in {slot.template.device for slot in slots}:
         if device.type == "cuda":
@@ -543,8 +589,8 @@ def check_room(slots: Sequence[Slot], host_bytes: int) -> None:
             need, free = host_bytes, available_host_bytes() - HEADROOM_BYTES
         if need > free:
             raise DoesNotFit(
-                f"the update has to stage {need} bytes on {device}, and {max(free, 0)} are free. Nothing was touched",
-                hint="free memory there, or update with streaming=True, which stages one module after the other",
+                f"the update has to stage {need} bytes on {device}, and {max(free, 0)} are free. {state}",
+                hint=hint,
                 needed_bytes=need,
                 free_bytes=max(free, 0),
             )

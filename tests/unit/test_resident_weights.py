@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from safetensors.torch import save_file
 
 import cluster
 from actors.reader.open_model import OpenModel
-from cluster.errors import DoesNotFit, ModelBroken, UpdateRefused
+from cluster.errors import ClusterLost, DoesNotFit, ModelBroken, UpdateRefused
 from cluster.small_files import ModelSource
 from engines import resident_weights
 from engines.filling import Weights, fill
@@ -61,6 +63,7 @@ class Net(torch.nn.Module):
 
 
 NAMES = ("embed", "gate", "up", "down")
+TENSOR_BYTES = ROWS * COLUMNS * 2
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -83,12 +86,19 @@ def old(tmp_path: Path) -> Iterator[OpenModel]:
 
 @pytest.fixture
 def net(old: OpenModel) -> Net:
-    model, watch = Net(), Watch()
-    with watch:
-        fill(model, watch.named(old.lazy_tensors()), model.load_weights, lambda: "")
-    ResidentWeights.attach(model, watch, ModelSource("old", "", {}), old.index)
+    model = Net()
+    fill_watched(model, old, model.load_weights)
     model.down.pack()
     return model
+
+
+def fill_watched(model: Net, opened: OpenModel, load_weights: Any, names: Collection[str] = NAMES) -> None:
+    """Fill a model as a loader of an engine does."""
+    watch = Watch()
+    some = ((name, tensor) for name, tensor in opened.lazy_tensors() if name in names)
+    with watch:
+        fill(model, watch.named(some), load_weights, lambda: "")
+    ResidentWeights.attach(model, watch, ModelSource("old", "", {}), opened.index)
 
 
 def update_to(net: Net, opened: OpenModel, *, streaming: bool = False) -> Update:
@@ -123,9 +133,61 @@ def test_changed_modules_are_replaced_in_place(net: Net, tmp_path: Path, streami
         assert update.changed == {"up", "down"}
         update.exchange()
         update.finish()
-        assert opened.report()["read_bytes"] == 3 * ROWS * COLUMNS * 2  # gate is in the module of up
+        assert opened.report()["read_bytes"] == 3 * TENSOR_BYTES  # gate is in the module of up
     check(net, contents)
     assert [net.embed.weight.data_ptr(), net.fused.weight.data_ptr()] == places
+
+
+def first_all(model: Net) -> Any:
+    """Return a loader that takes all weights before it writes the first."""
+    return lambda weights: model.load_weights(list(weights))
+
+
+def both_at_once(model: Net) -> Any:
+    """Return a loader that keeps a part of a parameter until it has the other one, and then writes a copy of both."""
+
+    def load_weights(weights: Weights) -> None:
+        parts = {}
+        for name, tensor in weights:
+            if name in ("gate", "up"):
+                parts[name] = tensor.float()
+            else:
+                model.load_weights([(name, tensor)])
+            if len(parts) == 2:
+                model.fused.weight.data.copy_(torch.cat((parts.pop("gate"), parts.pop("up"))))
+
+    return load_weights
+
+
+@pytest.mark.parametrize("loader", [first_all, both_at_once])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_is_known_by_what_it_got(old: OpenModel, tmp_path: Path, loader: Any, name: str) -> None:
+    model = Net()
+    fill_watched(model, old, loader(model))
+    model.down.pack()
+    contents = {**tensors(0), name: tensors(1)[name]}
+    with publish(tmp_path / "new", contents) as opened:
+        update = update_to(model, opened)
+        update.load_weights = loader(model)
+        update.plan("here")
+        update.prepare()
+        update.exchange()
+        assert opened.report()["read_bytes"] == (2 if name in ("gate", "up") else 1) * TENSOR_BYTES
+    check(model, contents)
+
+
+def test_contents_of_unknown_origin_are_refused(old: OpenModel) -> None:
+    """numpy's array does not say of which tensor it is, and the loader has taken all of them."""
+    model = Net()
+
+    def load_weights(weights: Weights) -> None:
+        for name, tensor in list(weights):
+            plain = torch.from_numpy(tensor.numpy()) if name == "down" else tensor
+            model.load_weights([(name, plain)])
+
+    fill_watched(model, old, load_weights)
+    with pytest.raises(UpdateRefused, match=r"ways that are not known: 'down\.weight'"):
+        ResidentWeights.of(model).check_updatable(old.index, lambda module: False)
 
 
 def test_tied_weights_are_read_once_and_stay_tied(net: Net, tmp_path: Path) -> None:
@@ -135,12 +197,12 @@ def test_tied_weights_are_read_once_and_stay_tied(net: Net, tmp_path: Path) -> N
         update.plan("here")
         update.prepare()
         update.exchange()
-        assert opened.report()["read_bytes"] == ROWS * COLUMNS * 2
+        assert opened.report()["read_bytes"] == TENSOR_BYTES
     check(net, contents)
 
 
 def test_a_failed_read_leaves_the_old_weights(net: Net, tmp_path: Path) -> None:
-    with publish(tmp_path / "new", tensors(1)) as opened:
+    with publish(tmp_path / "new", tensors(2)) as opened:
         path = tmp_path / "new/model.safetensors"
         data = bytearray(path.read_bytes())
         data[-5] ^= 1
@@ -175,20 +237,74 @@ def test_a_failed_exchange_reads_everything_next_time(net: Net, tmp_path: Path) 
     check(net, {**tensors(0), "down": tensors(1)["down"]})
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 def test_too_little_room_is_an_error_before_a_byte_moves(
-    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
 ) -> None:
     monkeypatch.setattr(resident_weights, "HEADROOM_BYTES", 1 << 60)
     with publish(tmp_path / "new", tensors(1)) as opened:
-        update = update_to(net, opened)
-        vote = update.plan("here")
-        assert vote.host_bytes == 4 * ROWS * COLUMNS * 2
-        update.host_bytes = resident_weights.bytes_here([vote, vote, replace(vote, place="there")], "here")
-        assert update.host_bytes == 2 * vote.host_bytes  # two ranks of a machine
-        with pytest.raises(DoesNotFit, match="Nothing was touched"):
-            update.prepare()
+        update = update_to(net, opened, streaming=streaming)
+        with pytest.raises(DoesNotFit, match="Nothing was touched") as caught:
+            take(update)
+        assert ("streaming=True" in str(caught.value)) != streaming
         assert opened.report()["read_bytes"] == 0
     check(net, tensors(0))
+
+
+def test_ranks_of_a_machine_need_room_together(net: Net, tmp_path: Path) -> None:
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        vote = update_to(net, opened).plan("here")
+    assert vote.host_bytes == 4 * TENSOR_BYTES
+    assert resident_weights.bytes_here([vote, vote, replace(vote, place="there")], "here") == 2 * vote.host_bytes
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_other_ranks_have_taken_is_not_needed_again(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        update = update_to(net, opened, streaming=streaming)
+        own_bytes = update.plan("here").host_bytes
+        update.host_bytes = 2 * own_bytes
+        update.check_room()
+        free_bytes = resident_weights.HEADROOM_BYTES + own_bytes  # the other rank was faster
+        monkeypatch.setattr(resident_weights, "available_host_bytes", lambda: free_bytes)
+        update.prepare()
+        update.exchange()
+    check(net, tensors(1))
+
+
+def test_too_little_room_in_a_streaming_exchange(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        update = update_to(net, opened, streaming=True)
+        room = iter([1 << 60, 1 << 60, 1 << 60, 1 << 60])  # for three looks before, and the first module
+        monkeypatch.setattr(resident_weights, "available_host_bytes", lambda: next(room, 0))
+        with pytest.raises(ModelBroken) as caught:
+            take(update)
+        assert "may have contents of both revisions" in str(caught.value)
+        assert "Nothing was touched" not in str(caught.value)
+        assert isinstance(caught.value.__cause__, DoesNotFit)
+        assert "streaming" not in str(caught.value.__cause__)
+    assert ResidentWeights.of(net).broken
+
+
+def test_an_update_is_complete_though_its_report_is_lost(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost() -> Any:
+        raise ClusterLost("the host of the arena has ended")
+
+    with publish(tmp_path / "new", tensors(1)) as opened, caplog.at_level(logging.INFO):
+        monkeypatch.setattr(opened, "report", lost)
+        take(update_to(net, opened))
+        assert ResidentWeights.of(net).index is opened.index
+    check(net, tensors(1))
+    assert "the host of the arena has ended" in caplog.text
+
+
+def take(update: Update) -> None:
+    """Do all steps, as the only rank."""
+    resident_weights.take_together(lambda: nullcontext(update), None, 1, logging.getLogger("update"))
 
 
 def test_what_cannot_be_taken_is_refused(net: Net, tmp_path: Path) -> None:
@@ -203,11 +319,8 @@ def test_what_cannot_be_taken_is_refused(net: Net, tmp_path: Path) -> None:
 
 
 def test_parameters_that_nobody_filled_are_refused(old: OpenModel) -> None:
-    model, watch = Net(), Watch()
-    with watch:
-        some = ((name, tensor) for name, tensor in old.lazy_tensors() if name != "down")
-        fill(model, watch.named(some), model.load_weights, lambda: "")
-    ResidentWeights.attach(model, watch, ModelSource("old", "", {}), old.index)
+    model = Net()
+    fill_watched(model, old, model.load_weights, ("embed", "gate", "up"))
     with pytest.raises(UpdateRefused, match="down\\.weight"):
         ResidentWeights.of(model).check_updatable(old.index, lambda module: False)
 
@@ -231,7 +344,7 @@ def test_an_engine_that_would_fill_live_weights_is_refused(net: Net, tmp_path: P
 
 
 def test_contents_in_a_buffer_are_refused(old: OpenModel) -> None:
-    model, watch = Net(), Watch()
+    model = Net()
     model.register_buffer("up", torch.empty(ROWS, COLUMNS, dtype=torch.float16))
 
     def load_weights(weights: Weights) -> None:
@@ -240,9 +353,7 @@ def test_contents_in_a_buffer_are_refused(old: OpenModel) -> None:
                 model.up.copy_(tensor)
             model.load_weights([(name, tensor)])
 
-    with watch:
-        fill(model, watch.named(old.lazy_tensors()), load_weights, lambda: "")
-    ResidentWeights.attach(model, watch, ModelSource("old", "", {}), old.index)
+    fill_watched(model, old, load_weights)
     with pytest.raises(UpdateRefused, match="ways that are not known: 'up'"):
         ResidentWeights.of(model).check_updatable(old.index, lambda module: False)
 
