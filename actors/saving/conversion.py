@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -59,6 +60,7 @@ _POLL_S = 0.5
 
 Progress = Callable[[PublishProgress], object]
 PartPlace = tuple[int, int]  # number of the file, and of the part in it
+Unit = tuple[PartPlace, ...]  # parts that one thread makes, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class PartDone:
 
 
 # Does parts somewhere and calls the function for each, one call at a time. It gets the places of source and result.
-RunParts = Callable[[Place, Place, Conversion, Begun, Sequence[PartPlace], Callable[[PartDone], object]], None]
+RunParts = Callable[[Place, Place, Conversion, Begun, Sequence[Unit], Callable[[PartDone], object]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,32 +314,40 @@ def _cast(values: np.ndarray[Any, Any], dtype: str, to_dtype: str) -> np.ndarray
     return cast.view(f"V{DTYPE_BITS[to_dtype] // 8}").reshape(values.shape)
 
 
+def units_of(parts: Sequence[PartPlace], begun: Begun) -> list[Unit]:
+    """Return the parts as units: each alone, or all of a file in order if the store needs that."""
+    if not begun.in_order:
+        return [(place,) for place in parts]
+    return [tuple(unit) for _, unit in itertools.groupby(parts, key=lambda place: place[0])]
+
+
 def run_here(
     source: ObjectStore,
     dest: ObjectStore,
     conversion: Conversion,
     begun: Begun,
-    parts: Sequence[PartPlace],
+    units: Sequence[Unit],
     finished: Callable[[PartDone], object],
 ) -> None:
     """Make parts in threads of this process. `finished` is called from any thread, one call at a time."""
     maker = PartMaker(source, dest, conversion, begun)
     lock, broken = threading.Lock(), threading.Event()
 
-    def one(place: PartPlace) -> None:
-        if broken.is_set():
-            return
+    def make(unit: Unit) -> None:
         try:
-            done = maker.make(place)
-            with lock:
-                finished(done)
+            for place in unit:
+                if broken.is_set():
+                    return
+                done = maker.make(place)
+                with lock:
+                    finished(done)
         except BaseException:
             broken.set()
             raise
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="longshore-convert") as pool:
         try:
-            for done in [pool.submit(one, place) for place in parts]:
+            for done in [pool.submit(make, unit) for unit in units]:
                 done.result()
         except BaseException:
             broken.set()  # of an interrupt, too: the pool waits for its threads
@@ -345,12 +355,12 @@ def run_here(
 
 
 def _work(
-    pipe: Connection, source: Place, dest: Place, conversion: Conversion, begun: Begun, parts: Sequence[PartPlace]
+    pipe: Connection, source: Place, dest: Place, conversion: Conversion, begun: Begun, units: Sequence[Unit]
 ) -> None:
     """Make parts in a worker process. It sends a PartDone for each, then None or the error."""
     try:
         with contextlib.closing(source.open()) as reads, contextlib.closing(dest.open()) as writes:
-            run_here(reads, writes, conversion, begun, parts, pipe.send)
+            run_here(reads, writes, conversion, begun, units, pipe.send)
             pipe.send(None)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -430,7 +440,8 @@ def run_conversion(
                 progress(PublishProgress(counts["done"], total, layouts[shard].file))
 
         parts = [place for place in now.parts if place not in known]
-        (run_parts or partial(run_in_processes, workers=workers))(source, dest, now, begun, parts, finished)
+        run = run_parts or partial(run_in_processes, workers=workers)
+        run(source, dest, now, begun, units_of(parts, begun), finished)
         if nans:
             writer.abandon()
             problems = Problems(f"{quote(name)} has NaN in {quote(file)}" for name, file in sorted(nans))
@@ -482,18 +493,18 @@ def run_in_processes(
     dest: Place,
     conversion: Conversion,
     begun: Begun,
-    parts: Sequence[PartPlace],
+    units: Sequence[Unit],
     finished: Callable[[PartDone], object],
     *,
     workers: int,
 ) -> None:
     """Make parts in worker processes of this machine. Raises SaveError when one dies, and what one raised."""
-    workers = min(workers, len(parts))
+    workers = min(workers, len(units))
     if workers <= 1:
         with contextlib.closing(source.open()) as reads, contextlib.closing(dest.open()) as writes:
-            run_here(reads, writes, conversion, begun, parts, finished)
+            run_here(reads, writes, conversion, begun, units, finished)
         return
-    with _processes(source, dest, conversion, begun, [parts[at::workers] for at in range(workers)]) as pipes:
+    with _processes(source, dest, conversion, begun, [units[at::workers] for at in range(workers)]) as pipes:
         open_pipes = list(pipes)
         while open_pipes:
             ready = set(wait_for(open_pipes, timeout=_POLL_S))
@@ -515,7 +526,7 @@ def run_in_processes(
 
 @contextlib.contextmanager
 def _processes(
-    source: Place, dest: Place, conversion: Conversion, begun: Begun, shares: Sequence[Sequence[PartPlace]]
+    source: Place, dest: Place, conversion: Conversion, begun: Begun, shares: Sequence[Sequence[Unit]]
 ) -> Iterator[list[Connection]]:
     """Start a process for each share of the parts. All are ended when the block ends."""
     context = multiprocessing.get_context("spawn")

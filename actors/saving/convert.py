@@ -130,6 +130,8 @@ def convert(
     origin = folder if only_key is None else uri_or_path
     target = Place(check_destination(dest, origin, options, credentials, rules), credentials, config.read_timeout_s)
     _check_target(target, ref)
+    if target.ref.scheme == "memory" and (on_cluster or (workers or 1) > 1):
+        raise ConfigError("memory:// is in this process only, so its only worker is this one", dest=target.ref.uri)
     source = Place(ref, credentials, config.read_timeout_s)
     wanted = None if dtype is None else _stored_name(dtype)
     with contextlib.closing(source.open()) as store:

@@ -1,9 +1,10 @@
 """A conversion whose parts are made on the nodes of a Ray cluster.
 
     convert(on_cluster=True) --> ClusterParts --begin--> ConvertWorker: an actor on each node, with THREADS threads
-                                              --make---> one part -> PartDone, with the record for the journal
+                                              --make---> one unit -> PartDone of each part, with its record
 
-A worker has THREADS parts at a time. When it is lost, with its node or alone, another takes its parts and its place.
+A unit is a part, or a file where the store needs its parts in order. A worker has THREADS of them at a time. When it
+is lost, with its node or alone, another takes its units and its place.
 The actors belong to the process that converts, so Ray ends them when that ends, however it does.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from actors.saving.conversion import THREADS, Conversion, PartDone, PartMaker, PartPlace, Place
+from actors.saving.conversion import THREADS, Conversion, PartDone, PartMaker, PartPlace, Place, Unit
 from actors.saving.writer import Begun
 from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError, SaveError
@@ -60,11 +61,11 @@ class ConvertWorker:
             _check_seen(store, keys, node)
         self._maker = PartMaker(reads, writes, conversion, begun)
 
-    def make(self, place: PartPlace) -> PartDone:
-        """Make one part. Raises StoreError, SaveError."""
+    def make(self, *unit: PartPlace) -> list[PartDone]:
+        """Make the parts of one unit. Raises StoreError, SaveError."""
         if self._maker is None:
-            raise SaveError("a worker of the conversion has not begun", part=place)
-        return self._maker.make(place)
+            raise SaveError("a worker of the conversion has not begun", part=unit[0])
+        return [self._maker.make(place) for place in unit]
 
 
 def _check_seen(store: ObjectStore, keys: Sequence[str], node: str) -> None:
@@ -86,7 +87,7 @@ class _Worker:
     actor: Any
     node: dict[str, Any]
     ready: bool = False
-    calls: dict[Any, PartPlace | None] = field(default_factory=dict)  # reference -> part; None: `begin`
+    calls: dict[Any, Unit | None] = field(default_factory=dict)  # reference -> unit; None: `begin`
 
 
 class ClusterParts:
@@ -115,7 +116,7 @@ class ClusterParts:
         dest: Place,
         conversion: Conversion,
         begun: Begun,
-        parts: Sequence[PartPlace],
+        units: Sequence[Unit],
         finished: Callable[[PartDone], object],
     ) -> None:
         """Make all parts. Workers that are lost are replaced. All end with this call.
@@ -129,18 +130,18 @@ class ClusterParts:
         ray = self._ray
         # Ray keeps large objects in shared memory and may spill them to disk, so the places, with keys, are no object.
         begin = (pack_message((source, dest)), ray.put(pack_message((conversion, begun))))
-        waiting = deque(parts)
-        losses: Counter[PartPlace] = Counter()
+        waiting = deque(units)
+        losses: Counter[Unit] = Counter()
         workers: list[_Worker] = []
         head = HeadWatch(address_of(ray), lost_after_s(self._config.cluster_lost_after_s))
         try:
-            for _ in range(min(self.workers, len(parts))):
+            for _ in range(min(self.workers, len(units))):
                 workers.append(self._start(workers, begin))
-            while waiting or any(place is not None for one in workers for place in one.calls.values()):
+            while waiting or any(unit is not None for one in workers for unit in one.calls.values()):
                 for worker in workers:
                     while worker.ready and waiting and len(worker.calls) < THREADS:
-                        place = waiting.popleft()
-                        worker.calls[worker.actor.make.remote(place)] = place
+                        unit = waiting.popleft()
+                        worker.calls[worker.actor.make.remote(*unit)] = unit
                 calls = {reference: one for one in workers for reference in one.calls}
                 answered, _ = ray.wait(list(calls), timeout=LOOK_S)
                 if not answered:
@@ -152,13 +153,14 @@ class ClusterParts:
                     done = self._answer(worker, reference)
                     if isinstance(done, BaseException):
                         workers.remove(worker)
-                        back = [place for place in worker.calls.values() if place is not None]
+                        back = [unit for unit in worker.calls.values() if unit is not None]
                         waiting.extendleft(reversed(back))
                         losses.update(back)
                         self._give_up(losses, done)
                         workers.append(self._start(workers, begin))
-                    elif done is not None:
-                        finished(done)
+                    else:
+                        for part in done:
+                            finished(part)
         finally:
             head.close()
             for worker in workers:
@@ -180,17 +182,17 @@ class ClusterParts:
         worker.calls[actor.begin.remote(*begin, node["NodeManagerHostname"])] = None
         return worker
 
-    def _answer(self, worker: _Worker, reference: Any) -> PartDone | BaseException | None:
-        """Return what a call has done, None for `begin`, or the error with which the worker was lost.
+    def _answer(self, worker: _Worker, reference: Any) -> list[PartDone] | BaseException:
+        """Return what a call has done, nothing for `begin`, or the error with which the worker was lost.
 
         Raises what the worker raised.
         """
         ray = self._ray
-        place = worker.calls[reference]
+        unit = worker.calls[reference]
         try:
-            done: PartDone | None = ray.get(reference)
+            done: list[PartDone] = ray.get(reference) or []
         except ray.exceptions.RayTaskError as error:
-            if place is None and not isinstance(getattr(error, "cause", None), LongshoreError):
+            if unit is None and not isinstance(getattr(error, "cause", None), LongshoreError):
                 raise self._launch.diagnosed(error, "a worker of the conversion could not start") from error
             raise unwrapped(error) from None
         except ray.exceptions.RayError as error:
@@ -203,7 +205,7 @@ class ClusterParts:
         worker.ready = True
         return done
 
-    def _give_up(self, losses: Counter[PartPlace], error: BaseException) -> None:
+    def _give_up(self, losses: Counter[Unit], error: BaseException) -> None:
         """Raise when it is of no use to go on."""
         if self._failed_starts >= MAX_LOSSES:
             raise self._launch.diagnosed(error, "a worker of the conversion could not start") from error

@@ -65,6 +65,7 @@ from storage.publishing.save_history import remember_save
 from storage.publishing.saves import PartRecord, writes_parts
 from storage.store_ref import Credentials
 from storage.stores.object_store import ObjectStore
+from storage.stores.open_store import UNSAVABLE
 from storage.stores.requests import RetryPolicy
 
 ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
@@ -138,7 +139,8 @@ def save(
     Args:
         state_dict: Tensors by name: plain ones, DTensors, ShardedTensors. A tensor that is whole on several ranks is
             written once.
-        uri: Folder of the checkpoint: an S3 URI, or a folder that all ranks share. It may have an older revision.
+        uri: Folder of the checkpoint, in an object store or on a file system that all ranks share. It may have an older
+            revision.
         rank: Number of this rank, to be checked. None: as the process group says.
         world_size: Number of ranks, to be checked. None: as the process group says.
         process_group: Group whose ranks save. None: the default group of torch.distributed, or this process alone.
@@ -324,9 +326,16 @@ class _Save:
                 )
             except SaveRefused as error:
                 raise _Agreed(error) from None
-            per_round = max(1, self._given.slots // 2)
-            plan = schedule(layouts, merged.tensors, self._ranks.size, self._ranks.rank, per_round)
         with contextlib.closing(self._open_store()) as store:
+            with self._timed("plan_s"):
+                plan = schedule(
+                    layouts,
+                    merged.tensors,
+                    self._ranks.size,
+                    self._ranks.rank,
+                    max(1, self._given.slots // 2),
+                    in_order=writes_parts(store).in_order,
+                )
             for anew in (False, True):
                 self._step("begin")
                 layouts, begun = self._begin(store, layouts, anew)
@@ -334,7 +343,7 @@ class _Save:
                     store, layouts, begun, policy=self._policy, stored=self._stored_chunks(store, begun)
                 )
                 self._reporter.enter(WRITING, functools.partial(self._progress, writer, layouts))
-                if self._write(writer, layouts, merged, plan, held):
+                if self._write(writer, layouts, merged, plan, held, 1 if begun.in_order else self._given.slots):
                     break
             self._step("commit")
             self._reporter.enter(PUBLISHING)
@@ -402,8 +411,10 @@ class _Save:
             if only_key is not None:
                 found.append("the URI must name a folder, not a file")
             config.source_rules().check(ref, given.credentials)
-            if ref.scheme not in ("file", "s3"):
-                found.append(f"{ref.scheme}:// cannot be written by several processes: save to S3 or a shared folder")
+            if ref.scheme in UNSAVABLE:
+                found.append(f"{ref.scheme}:// cannot be saved to: save to an object store or a shared folder")
+            elif ref.scheme == "memory" and ranks.size > 1:
+                found.append("memory:// is in one process only: save to an object store or a shared folder")
         except LongshoreError as error:
             found.append(str(error))
         if given.keep_last is not None and given.keep_last < 1:
@@ -446,9 +457,7 @@ class _Save:
     def _open_store(self) -> ObjectStore:
         config = self._given.config or Config.from_env()
         ref, _ = self._given.options.resolve(self._given.uri, new=True)
-        store = open_folder(ref, self._given.credentials, config.read_timeout_s)
-        writes_parts(store)
-        return store
+        return open_folder(ref, self._given.credentials, config.read_timeout_s)
 
     def _begin(
         self, store: ObjectStore, layouts: Sequence[ShardLayout], anew: bool
@@ -479,6 +488,7 @@ class _Save:
         merged: Merged,
         plan: Schedule,
         held: HeldTensors,
+        threads: int,
     ) -> bool:
         """Write every part. Return False, on every rank, if the save must begin anew."""
         slots = Slots(self._given.slots, plan, layouts, pinned=held.any_on_gpu)
@@ -498,7 +508,7 @@ class _Save:
                 self._foreign.add(-foreign_bytes)
                 slots.give(buffer)
 
-        with ThreadPoolExecutor(self._given.slots, "save-write") as pool:
+        with ThreadPoolExecutor(threads, "save-write") as pool:
             try:
                 for number, work in enumerate(plan.rounds):
                     self._step(f"round {number + 1} of {len(plan.rounds)}")

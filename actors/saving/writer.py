@@ -86,6 +86,7 @@ class Begun(ManifestEntry):
     manifest_etag: str | None  # of the revision that this save replaces
     replaces: str  # the revision of that manifest; "" without one
     journal_etag: str | None
+    in_order: bool = False  # one process writes all parts of a file, in order (`storage.stores.parts`)
 
 
 def begin_save(
@@ -171,6 +172,7 @@ def begin_save(
         manifest_etag=None if info is None else info.etag,
         replaces="" if manifest is None else manifest.revision,
         journal_etag=stored.etag,
+        in_order=writes.in_order,
     )
 
 
@@ -200,10 +202,13 @@ def _open_shard(
             return upload, kept
     if len(records) == len(layout.parts):
         try:
-            if with_retries(lambda: store.stat(layout.file), policy).size_bytes == layout.size_bytes:
-                return "", records
+            info = with_retries(lambda: store.stat(layout.file), policy)
         except ObjectNotFound:
             pass
+        else:
+            tag = max(records, key=lambda record: record.part).tag if writes.in_order else ""
+            if info.size_bytes == layout.size_bytes and tag in ("", info.etag):
+                return "", records
     return with_retries(lambda: writes.begin_parts(layout.file), policy), []
 
 
@@ -380,6 +385,8 @@ class CheckpointWriter:
                     tag = with_retries(
                         lambda: self._writes.put_part(layout.file, upload, number + 1, part.start, data), self._policy
                     )
+                    if self._begun.in_order and number + 1 == len(layout.parts):
+                        tag = self._complete(shard).etag or ""
             except StoreError as error:
                 if known is None or error.details.get("status") != 501:
                     raise
@@ -529,7 +536,8 @@ class CheckpointWriter:
         layout, upload = self._layouts[shard], self._begun.uploads[shard]
         if not upload:
             return with_retries(lambda: self._store.stat(layout.file), self._policy)
-        parts = [(number + 1, self._records[shard, number].tag) for number in range(len(layout.parts))]
+        records = [self._records.get((shard, number)) for number in range(len(layout.parts))]
+        parts = [(number, record.tag if record else "") for number, record in enumerate(records, 1)]
         return with_retries(
             lambda: self._writes.complete_parts(layout.file, upload, parts, layout.size_bytes), self._policy
         )

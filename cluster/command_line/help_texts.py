@@ -131,12 +131,14 @@ PAGES = {
         (
             "Lists open uploads, files and the journal of saves to URI that did not end. The next save of the same "
             "tensors continues from them, so clean only what nobody will continue. With --clean they are removed. "
-            "Published files stay, and those of older saves that the history of saves names. It needs no cluster.",
+            "Published files stay, and those of older saves that the history of saves names. If the manifest cannot be "
+            "read, all files stay. It needs no cluster.",
             "A save that runs now looks like an interrupted one. --clean ends it with an error.",
         ),
         ("longshore saves s3://models/run-7", "longshore saves s3://models/run-7 --clean"),
-        (5,),
+        (5, 6),
         "the folder that `cluster.save` was given",
+        {6: "the manifest cannot be read, so files stay"},
     ),
     "sign": Page(
         "sign the manifest of a published model",
@@ -190,7 +192,7 @@ PAGES = {
     "events": Page(
         "show what happened to a load or a save, or follow it",
         (
-            "Lists the events of a load, or of a save by its id, oldest first, with the numbers that --after goes on "
+            "Lists the events of a load, save or conversion by its id, oldest first, with numbers that --after goes on "
             "from: changes of its state, ranks that were ready, lost, replaced or moved, and what it waited for. The "
             "last 1000 of a load are kept, until five minutes after its end.",
             "With --follow it goes on until the load has failed or was released, or the save has ended, with --until "

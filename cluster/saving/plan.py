@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cluster.layouts.region import Region
-from cluster.saving.held import SavedTensor, bytes_before
+from cluster.saving.held import Regions, SavedTensor, bytes_before
 from cluster.saving.shards import ShardLayout
 
 
@@ -56,20 +56,35 @@ class PlannedPart:
 
 
 def plan_parts(
-    layouts: Sequence[ShardLayout], tensors: Sequence[SavedTensor], world_size: int
+    layouts: Sequence[ShardLayout], tensors: Sequence[SavedTensor], world_size: int, *, in_order: bool = False
 ) -> Iterator[PlannedPart]:
     """Yield every part of the checkpoint, in the order of the files.
 
     The assembler is a rank that owns at least half as much of the part as the one that owns most. Of these it is the
     one with the least to write so far. Of several holders of a region the assembler is preferred, then the rank that
-    has sent the least.
+    has sent the least. With `in_order`, one rank assembles all parts of a file, chosen in the same way.
     """
+
+    def choose(owned: np.ndarray) -> int:
+        able = np.flatnonzero(owned * 2 >= owned.max())
+        return int(able[np.lexsort((able, -owned[able], writes[able]))[0]])
+
+    def owned_by_rank(regions: Regions, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        region_of, rank_of = regions.holders
+        return np.bincount(rank_of, weights=(high - low)[region_of], minlength=world_size)
+
     number_of = {tensor.spec.name: number for number, tensor in enumerate(tensors)}
     writes = np.zeros(world_size, np.int64)
     sends = [0] * world_size
     for shard, layout in enumerate(layouts):
         inside = [tensor for tensor in layout.tensors if tensor.end > tensor.start]
         first = 0
+        if in_order:
+            owned = np.zeros(world_size)
+            for stored in inside:
+                regions = tensors[number_of[stored.name]].regions
+                owned += owned_by_rank(regions, regions.before(0), regions.before(stored.end - stored.start))
+            assembler = choose(owned)
         for part, place in enumerate(layout.parts):
             while first < len(inside) and inside[first].end <= place.start:
                 first += 1
@@ -84,10 +99,9 @@ def plan_parts(
                 end = min(place.end, stored.end) - stored.start
                 low, high = regions.before(start), regions.before(end)
                 shares.append((number, start, end, low, high))
-                region_of, rank_of = regions.holders
-                owned += np.bincount(rank_of, weights=(high - low)[region_of], minlength=world_size)
-            able = np.flatnonzero(owned * 2 >= owned.max())
-            assembler = int(able[np.lexsort((able, -owned[able], writes[able]))[0]])
+                owned += owned_by_rank(regions, low, high)
+            if not in_order:
+                assembler = choose(owned)
             writes[assembler] += place.size_bytes
             sources: dict[int, list[Piece]] = {}
             for number, start, end, low, high in shares:
@@ -132,12 +146,14 @@ def schedule(
     world_size: int,
     rank: int,
     per_round: int,
+    *,
+    in_order: bool = False,
 ) -> Schedule:
     """Return what one rank does in each round. A message's tag is the number of the part in its assembler's list."""
     counts = [0] * world_size
     rounds: list[Round] = []
     moved = 0
-    for part in plan_parts(layouts, tensors, world_size):
+    for part in plan_parts(layouts, tensors, world_size, in_order=in_order):
         tag = counts[part.assembler]
         counts[part.assembler] += 1
         number = tag // per_round

@@ -27,6 +27,7 @@ from storage.publishing.saves import (
     published,
     remove_leftovers,
     unused_files,
+    writes_parts,
 )
 from storage.stores.object_store import ObjectStore
 from storage.stores.requests import RetryPolicy, with_retries
@@ -79,6 +80,7 @@ def interrupted_saves(
 
     Raises UnsupportedStore and StoreError.
     """
+    writes_parts(store)
     kept = read_history(store, policy)
     report = list_saves(store, revision_of, policy, kept)
     if not clean:

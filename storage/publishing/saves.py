@@ -137,8 +137,8 @@ def writes_parts(store: ObjectStore) -> WritesParts:
     """Return the store as one that several processes can write an object in. Raises UnsupportedStore."""
     if not isinstance(store, WritesParts):
         raise UnsupportedStore(
-            "this kind of store cannot be written in parts by several processes",
-            hint="save to S3, to a server with its API, or to a folder that all ranks share",
+            "nothing can be saved to this kind of store",
+            hint="save to an object store, or to a folder that all ranks share",
             uri=store.uri,
         )
     return store
@@ -266,7 +266,7 @@ def list_saves(
     journal, etag = read_journal(store, policy)
     found: list[Leftover] = []
     problem = ""
-    if etag is not None:
+    if etag is not None or journal is not None:  # some stores name no versions
         found.append(Leftover(SAVE_JOURNAL_KEY, "journal", journal.revision if journal else "", 0))
     for prefix in ("model-", "training/"):
         for upload in with_retries(lambda prefix=prefix: list(writes.open_uploads(prefix)), policy):  # type: ignore[misc]

@@ -9,6 +9,9 @@ pinned read, and again after any read that ends more than `recheck_s` later. An 
 and not read again is noticed by the final `stat` of a load. Digests notice it always. With `recheck_s=0` every read is
 followed by a check.
 
+Saves (`StreamedStore`): fsspec writes an object by one stream, from its begin to its end. Stores such as Google's and
+Azure's show it when the stream is closed. File systems such as HDFS show it from its begin on.
+
 HTTP servers are not trusted. A redirect to another place and an answer larger than the request are refused:
 
     request --> redirect? --on_request_redirect--> same host, and not from https to http: followed; else StoreError
@@ -26,13 +29,14 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
 import fsspec
 from fsspec.registry import known_implementations
+from fsspec.spec import AbstractBufferedFile
 
 from storage.errors import (
     AccessDenied,
@@ -49,6 +53,7 @@ from storage.errors import (
 from storage.problems import install_hint, without_secrets
 from storage.store_ref import Credentials, StoreRef, origin
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key
+from storage.stores.parts import OpenUpload, StoredPart
 from storage.stores.requests import (
     PASSING,
     ReadLimit,
@@ -446,6 +451,148 @@ class FsspecStore:
             raise
         except Exception as error:  # each file system raises its own library's errors
             raise translated(error, self.uri, key) from printable_cause(error)
+
+
+class StreamedStore(FsspecStore):
+    """A folder of a file system that writes each object by one stream: `WritesParts`, in order."""
+
+    in_order = True
+
+    def __init__(self, ref: StoreRef, credentials: Credentials | None = None, **options: float) -> None:
+        """Open the file system, as `FsspecStore` does."""
+        super().__init__(ref, credentials, **options)
+        self._streams: dict[str, tuple[Any, int]] = {}  # by key: the open file, and the bytes that it has
+
+    def begin_parts(self, key: str) -> str:
+        """Return the id of an upload. The object is opened with its first part, in the process that writes it."""
+        check_key(key)
+        return "stream"
+
+    def put_part(self, key: str, upload: str, number: int, start: int, data: memoryview) -> str:
+        """Write the next part. The part at byte 0 begins the object, also anew. The tag is empty.
+
+        Raises StoreError, which no retry can help, if the stream fails after its first part.
+        """
+        with self._lock:
+            file, written_bytes = self._streams.pop(key, (None, 0))
+        if start == 0:
+            _discard(file)
+            with self._translated(key):
+                self._make_parent(key)
+                file = self._fs.open(self._path(check_key(key)), "wb")
+        elif file is None or written_bytes != start:
+            _discard(file)
+            raise StoreError("one process writes the parts of an object, in order", uri=self.uri, key=key, start=start)
+        try:
+            with self._translated(key):
+                file.write(data)
+        except BaseException as error:
+            _discard(file)
+            if start and isinstance(error, StoreError):
+                raise self._broken(key, error) from error
+            raise
+        with self._lock:
+            self._streams[key] = (file, start + len(data))
+        return ""
+
+    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
+        """Raise ObjectNotFound, because nobody can continue another's stream."""
+        raise ObjectNotFound("a stream cannot be continued", uri=self.uri, key=key)
+
+    def complete_parts(self, key: str, upload: str, parts: Sequence[tuple[int, str]], size_bytes: int) -> ObjectInfo:
+        """End the stream, if this process has it, and compare the object's size, and its version with the last tag.
+
+        Raises StoreError if it has another size, ObjectChanged if it has another version.
+        """
+        with self._lock:
+            file, _ = self._streams.pop(key, (None, 0))
+        if file is not None:
+            try:
+                with self._translated(key):
+                    file.close()
+            except BaseException as error:
+                _discard(file)
+                if isinstance(error, StoreError):
+                    raise self._broken(key, error) from error
+                raise
+        info = self._look_up(key)
+        if info.size_bytes != size_bytes:
+            raise StoreError(
+                "the object has another size than its parts",
+                hint="save again",
+                uri=self.uri,
+                key=key,
+                expected=size_bytes,
+                found=info.size_bytes,
+            )
+        self._refuse_other(info, (parts[-1][1] if parts else "") or None)
+        return info
+
+    def _broken(self, key: str, error: StoreError) -> StoreError:
+        """Return an error that no retry follows: what the stream had is lost."""
+        return StoreError(
+            f"the stream of an object broke: {error.message}",
+            hint="save again: objects that are complete are not sent again",
+            uri=self.uri,
+            key=key,
+        )
+
+    def abort_parts(self, key: str, upload: str) -> None:
+        """Drop the stream, if this process has it. An object that is complete, or visible in part, stays."""
+        with self._lock:
+            file, _ = self._streams.pop(key, (None, 0))
+        _discard(file)
+
+    def open_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield nothing: file systems do not list open streams."""
+        yield from ()
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> ObjectInfo:
+        """Write a small object if the stored one has that version, or if there is none and `etag` is None.
+
+        Only the creation of an object is a condition that the store itself may check. Otherwise two writers at one
+        moment are not noticed, and with a store that names no versions an object is replaced without a condition.
+        """
+        try:
+            found: ObjectInfo | None = self._look_up(key)
+        except ObjectNotFound:
+            found = None
+        changed = ObjectChanged("the object was replaced, made or removed meanwhile", uri=self.uri, key=key)
+        if (found.etag if found else None) != etag:
+            raise changed
+        if found is not None:
+            return self.put(key, data)
+        with self._translated(key):
+            self._make_parent(key)
+            try:
+                self._fs.pipe_file(self._path(key), data, mode="create")
+            except FileExistsError as error:
+                raise changed from printable_cause(error)
+            except TypeError:  # this file system cannot say so
+                self._fs.pipe_file(self._path(key), data)
+        return self._look_up(key)
+
+    def close(self) -> None:
+        """Drop the streams that were not ended, and forget the versions of keys."""
+        with self._lock:
+            files = [file for file, _ in self._streams.values()]
+            self._streams.clear()
+        for file in files:
+            _discard(file)
+        super().close()
+
+
+def _discard(file: Any) -> None:
+    """Drop a stream without an end, as far as its file system can. Never raises."""
+    if file is None:
+        return
+    with contextlib.suppress(Exception):
+        file.discard()
+    with contextlib.suppress(Exception):
+        if isinstance(file, AbstractBufferedFile):
+            file.closed = True  # or its end would publish what it has
+        else:
+            file.close()
 
 
 class _FsspecUpload:

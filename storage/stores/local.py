@@ -88,6 +88,8 @@ _HINT_SAME_FILE = (
 class LocalStore:
     """Files below one folder of this host. Thread-safe."""
 
+    in_order = False
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         """Set the root. The folder may be missing: reads then raise ObjectNotFound, and the first write creates it."""
         self._root = os.path.abspath(root)

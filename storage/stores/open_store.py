@@ -6,6 +6,8 @@ from storage.errors import UnsupportedStore
 from storage.store_ref import Credentials, StoreRef
 from storage.stores.object_store import ObjectStore
 
+UNSAVABLE = {"http", "https", "hf"}  # read only; the Hub would make a commit of each file, the journal's versions too
+
 
 def open_store(
     ref: StoreRef,
@@ -29,6 +31,7 @@ def open_store(
         return S3Store(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)
     if ref.scheme == "twin":
         raise UnsupportedStore("a twin:// URI cannot be opened", hint="create a MemoryStore and use it directly")
-    from storage.stores.fsspec_store import FsspecStore
+    from storage.stores.fsspec_store import FsspecStore, StreamedStore
 
-    return FsspecStore(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)
+    kind = FsspecStore if ref.scheme in UNSAVABLE else StreamedStore
+    return kind(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)

@@ -8,6 +8,9 @@
 
 On S3 that is a multipart upload. On a file system it is a hidden file beside the final one, written at positions. The
 parts of a killed writer stay until somebody completes or aborts them, so that a later process can continue.
+
+Stores that write an object by one stream (`in_order`) get the parts of an object in order, from one process. That
+process completes it. The parts of a killed writer are lost there, and objects that are complete stay.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ class OpenUpload:
 class WritesParts(Protocol):
     """A store in which several processes can write one object. Methods raise the errors of `storage.errors`."""
 
+    in_order: bool  # one process writes all parts of an object, one after the other, and completes it
+
     def begin_parts(self, key: str) -> str:
         """Begin an object and return the id of its upload."""
         ...
@@ -57,7 +62,10 @@ class WritesParts(Protocol):
         ...
 
     def complete_parts(self, key: str, upload: str, parts: Sequence[tuple[int, str]], size_bytes: int) -> ObjectInfo:
-        """Make the object visible, from all its parts (number, tag) in order."""
+        """Make the object visible, from all its parts (number, tag) in order.
+
+        If it is complete already, compare it. With `in_order`, any process may do that then.
+        """
         ...
 
     def abort_parts(self, key: str, upload: str) -> None:

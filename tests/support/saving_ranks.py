@@ -146,3 +146,25 @@ def save_shards(folder: str, uri: str, layout: dict[str, int]) -> list[dict[str,
         dict(_save_rank(shard, uri, "", dist.get_world_size(), {"config.json": b"{}"}, options).as_dict())
         for _ in range(2)
     ]
+
+
+def save_rows(uri: str, **options: Any) -> dict[str, int]:
+    """Save three tensors whose rows the ranks share. Return the number of files, and how many this rank completed."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from storage.stores.fsspec_store import StreamedStore
+
+    completed: list[str] = []
+    real = StreamedStore.complete_parts
+
+    def counted(self: StreamedStore, key: str, *arguments: Any) -> Any:
+        completed.extend([key] if key in self._streams else [])
+        return real(self, key, *arguments)
+
+    StreamedStore.complete_parts = counted  # type: ignore[method-assign]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = {name: torch.arange(1_998_000.0).reshape(999, 2000) + number for number, name in enumerate("abc")}
+    state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    report = cluster.save(state, uri, **options)
+    return {"shards": report.shards, "writes": len(completed)}

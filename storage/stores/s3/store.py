@@ -192,6 +192,8 @@ MAX_LISTING_S = 600.0  # time spent waiting for all pages of one listing
 class S3Store:
     """One prefix of one bucket. Thread-safe."""
 
+    in_order = False
+
     def __init__(
         self,
         ref: StoreRef,
