@@ -86,10 +86,11 @@ def test_a_rank_reads_the_chunks_of_its_slice_only(stored: StoredModel, tmp_path
     assert len(chunks) <= slice_bytes // CHUNK_BYTES + 2
 
 
-def test_ranks_save_a_checkpoint_that_others_load(stored: StoredModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["save", "save in the background"])
+def test_ranks_save_a_checkpoint_that_others_load(stored: StoredModel, tmp_path: Path, case: str) -> None:
     with CountingProxy(stored.server.endpoint_url) as proxy:
         more = {"SAVED": str(tmp_path / "saved")}
-        found = run_job("save", tmp_path, {**variables(stored, proxy), **more})
+        found = run_job(case, tmp_path, {**variables(stored, proxy), **more})
     assert [rank["wrong"] for rank in found] == [[]] * WORLD
     with cluster.safe_open(tmp_path / "saved", config=SETTINGS) as opened:
         assert {opened.revision} == {rank["revision"] for rank in found}

@@ -100,7 +100,7 @@ def make_reader() -> Any:
 def main(case: str) -> dict[str, Any]:
     """Run one rank. "all": every rank loads. "alone": only the last one loads its rows, while the others wait.
 
-    "save": `save_and_load`.
+    "save" and "save in the background": `save_and_load`.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -108,8 +108,8 @@ def main(case: str) -> dict[str, Any]:
 
     rank = dist.get_rank()
     reader = make_reader()
-    if case == "save":
-        return save_and_load(rank)
+    if case.startswith("save"):
+        return save_and_load(background=case != "save")
     if case == "alone":
         rows = {"rows": make_state(rank)["rows"]}
         if rank == WORLD - 1:
@@ -125,8 +125,12 @@ def main(case: str) -> dict[str, Any]:
     return {"wrong": wrong, "report": reader.report, "bytes": sum(len(local_bytes(each)) for each in ours.values())}
 
 
-def save_and_load(rank: int) -> dict[str, Any]:
-    """Save what torch's reader has loaded, and load it again into other placements."""
+def save_and_load(*, background: bool) -> dict[str, Any]:
+    """Save what torch's reader has loaded, and load it again into other placements.
+
+    `background`: with `dcp.async_save`, while the tensors get other contents.
+    """
+    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.device_mesh import init_device_mesh
@@ -134,10 +138,21 @@ def save_and_load(rank: int) -> dict[str, Any]:
 
     from engines.dcp import LongshoreReader, LongshoreWriter
 
-    state = make_state(rank)
+    state = make_state(dist.get_rank())
     dcp.load(state, storage_reader=HuggingFaceStorageReader(os.environ["FOLDER"]))
-    writer = LongshoreWriter(os.environ["SAVED"], chunk_bytes=1 << 20)
-    dcp.save(state, storage_writer=writer)
+    expected = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each.clone() for name, each in state.items()
+    }
+    group = dist.new_group(backend="gloo") if background else None
+    writer = LongshoreWriter(os.environ["SAVED"], chunk_bytes=1 << 20, process_group=group)
+    if background:
+        saving = dcp.async_save(state, storage_writer=writer, process_group=group)
+        for each in state.values():
+            (each.to_local() if hasattr(each, "to_local") else each).zero_()
+        dist.barrier()  # of the default group, while the save talks in its own
+        saving.result(timeout=200)
+    else:
+        dcp.save(state, storage_writer=writer)
     mesh = init_device_mesh("cpu", (WORLD,))
     again = {
         name: zeros(*each.shape, dtype=each.dtype, device_mesh=mesh, placements=[Shard(0)])
@@ -147,8 +162,7 @@ def save_and_load(rank: int) -> dict[str, Any]:
     dcp.load(again, storage_reader=LongshoreReader(writer.report.uri, settings=settings()))
     wrong = []
     for name, value in again.items():
-        expected = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
-        if not torch.equal(value.full_tensor(), expected):
+        if not torch.equal(value.full_tensor(), expected[name]):
             wrong.append(name)
     return {"wrong": wrong, "revision": writer.report.revision}
 
