@@ -46,11 +46,13 @@ from storage.peers import (
     ASKER_HEADER,
     CARRIER_HEADER,
     DIGEST_HEADER,
+    HANDED_OVER_HEADER,
     LEFT_HEADER,
     NODE_HEADER,
     PATIENCE_S,
     PLACE_HEADER,
     REALM,
+    SLOW_STORE_HEADER,
     WAIT_S,
     Asker,
     NoChunk,
@@ -72,6 +74,7 @@ PIECE_BYTES = 1 << 20  # between two looks at the rate; less where the rate is l
 PROGRESS_MS = 1  # between two calls of NIXL while a receiver READs
 _PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
 _LEFT = re.compile(r"[01]\.\d{1,9}")
+_MILLISECONDS = re.compile(r"\d{1,9}")
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 
 
@@ -405,8 +408,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _take(self, load_id: str, chunk: int) -> ServedChunk | NoChunk:
         """Return the chunk, held, or why not. Waits for one that is on its way."""
-        left = self.headers.get(LEFT_HEADER, "")
-        asker = Asker(self.headers.get(ASKER_HEADER, ""), float(left) if _LEFT.fullmatch(left) else None)
+        left, slow_ms = self.headers.get(LEFT_HEADER, ""), self.headers.get(SLOW_STORE_HEADER, "")
+        asker = Asker(
+            self.headers.get(ASKER_HEADER, ""),
+            float(left) if _LEFT.fullmatch(left) else None,
+            int(slow_ms) / 1000 if _MILLISECONDS.fullmatch(slow_ms) else None,
+            self.headers.get(HANDED_OVER_HEADER) == "1",
+        )
         found: ServedChunk | NoChunk = NoChunk.MISSING
         for _ in range(int(WAIT_S / ALIVE_S)):
             try:

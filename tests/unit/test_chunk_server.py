@@ -98,9 +98,10 @@ def read(
     chunk: int = 1,
     key: bytes = KEY,
     limit: ReadLimit | None = None,
+    asker: Asker | None = None,
 ) -> bytes:
     buffer = bytearray(byte_range.size_bytes)
-    client.read(peer, load_id, chunk, key, byte_range, cut(memoryview(buffer)), limit=limit)
+    client.read(peer, load_id, chunk, key, byte_range, cut(memoryview(buffer)), asker=asker, limit=limit)
     return bytes(buffer)
 
 
@@ -334,18 +335,17 @@ def test_a_read_that_waits_is_ended(server: ChunkServer, client: PeerClient, she
 
 def test_a_peer_that_lives_is_waited_for(server: ChunkServer, shelf: Shelf, monkeypatch: pytest.MonkeyPatch):
     """It says so, however long its chunk takes. One that says nothing is given up."""
-    client = PeerClient("asker", read_timeout_s=0.5)
-    client.share_left = 0.25
+    client, asker = PeerClient("asker", read_timeout_s=0.5), Asker("asker", 0.25, 15.5, hands_over=True)
     shelf.waits.clear()
     with pytest.raises(PeerUnavailable, match="did not send"):
-        read(client, peer_of(server))
+        read(client, peer_of(server), asker=asker)
     client._avoid.clear()
     shelf.askers.clear()
     monkeypatch.setattr(chunk_server, "ALIVE_S", 0.1)
     threading.Timer(1.5, shelf.waits.set).start()
-    assert read(client, peer_of(server)) == shelf.data
+    assert read(client, peer_of(server), asker=asker) == shelf.data
     assert shelf.askers
-    assert set(shelf.askers) == {Asker("asker", 0.25)}
+    assert set(shelf.askers) == {asker}
     client.close()
 
 
