@@ -111,6 +111,18 @@ class Pace:
             if self._busy_s > _REMEMBERS_S:
                 self._bytes, self._busy_s = self._bytes / 2, self._busy_s / 2
 
+    def pause(self, now_s: float) -> None:
+        """A body does not come, and its time does not count until it goes on."""
+        with self._lock:
+            self._look(now_s)
+            self._bodies -= 1
+
+    def go_on(self, now_s: float) -> None:
+        """A body comes again after a pause."""
+        with self._lock:
+            self._look(now_s)
+            self._bodies += 1
+
     def is_slow(self, came_bytes: int, took_s: float) -> bool:
         """Return whether a body of which so much came in that time is far slower than the others."""
         if took_s <= GRACE_S:
