@@ -177,6 +177,7 @@ class SimRank:
     def _send(self) -> None:
         self._talking = True
         leaving = self.state.finished and self.state.drained
+        self.state.store_takes(self._store_s())
         update = self.state.update(self.node.clock.now_s, leaving=leaving)
         self.node.clock.after(self.node.rates.exchange_s, lambda: self._arrives(update))
 
@@ -204,6 +205,10 @@ class SimRank:
     def _fetch(self, lease: LeaseOrder) -> None:
         """Begin the request for a chunk."""
         raise NotImplementedError
+
+    def _store_s(self) -> float | None:
+        """Return the time that a chunk from the store takes now. None: it is not known."""
+        return None
 
     def _copied(self, sizes_bytes: dict[int, int]) -> None:
         self.state.chunks_placed(sizes_bytes, self.node.clock.now_s)

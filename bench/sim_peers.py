@@ -24,7 +24,7 @@ import numpy as np
 from actors.node.chunk_flow import JobTables
 from actors.node.lending import LendingFacts
 from actors.node.peer_routes import PeerRoutes
-from actors.rank.chunk_fetcher import BLAMELESS, REFUSALS
+from actors.rank.chunk_fetcher import BLAMELESS, REFUSALS, next_source
 from actors.rank.state import FetchedChunk
 from bench.sim_flows import Clock
 from bench.sim_node import LOAD, Rates, SimAgent, SimRank
@@ -38,6 +38,7 @@ from cluster.messages import (
     Members,
     NodeJob,
     NodePeer,
+    Orders,
     PeerSource,
     RankUpdate,
 )
@@ -252,7 +253,8 @@ class FeedingNode(SimAgent):
 
     def _take(self, transfer: Transfer) -> None:
         lease, now_s = transfer.fetch.lease, self.clock.now_s
-        asker = Asker(transfer.fetch.rank.node.node_id, lease.share_left)
+        rank = transfer.fetch.rank
+        asker = Asker(rank.node.node_id, lease.share_left, rank.patience.slow_store_s(now_s), lease.hands_over)
         found = self.ledger.take_for_peer(LOAD, lease.chunk, self._process, transfer.reader, asker, now_s)
         if found is NoChunk.COMING and now_s - transfer.asked_s < WAIT_S:
             self._waiting.setdefault(lease.chunk, []).append(transfer)
@@ -361,6 +363,17 @@ class FeedingRank(SimRank):
             for commit in update.committed:
                 self.node.wake(commit.chunk)
 
+    def _obey(self, update: RankUpdate, orders: Orders) -> None:
+        super()._obey(update, orders)
+        for lease_id in orders.closed_leases:
+            if (fetch := self.reads.get(lease_id)) is not None and fetch.transfer is not None:
+                fetch.transfer.ended = True
+                self.fetched_bytes += (PIECES - fetch.missing) * int(fetch.piece_bytes)
+                self._return(fetch)
+
+    def _store_s(self) -> float | None:
+        return self.patience.store_s(self.node.clock.now_s)
+
     # -- one chunk ---------------------------------------------------------------------------------------------
 
     def _fetch(self, lease: LeaseOrder) -> None:
@@ -381,7 +394,7 @@ class FeedingRank(SimRank):
         elif source.is_dead:
             clock.after(READ_TIMEOUT_S if source.number in self._known else CONNECT_S, lambda: self._lost(transfer))
         else:
-            self.patience.asked(fetch.lease.chunk, clock.now_s)
+            self.patience.asked(fetch.lease.chunk, source.number, clock.now_s)
             clock.after(node.rates.peer_latency_s, lambda: source.asked(transfer))
 
     def arrived(self, transfer: Transfer) -> None:
@@ -399,7 +412,8 @@ class FeedingRank(SimRank):
             server.over(transfer, received=True)
             commit = Commit(lease.lease_id, lease.chunk, source=PEER_READ, peer=fetch.at, failed_peers=fetch.failed)
         result = FetchedChunk(lease.lease_id, commit)
-        self.patience.ended(lease.lease_id, lease.chunk, now_s, came=True)
+        peer = None if server is None else server.number
+        self.patience.ended(lease.lease_id, lease.chunk, now_s, came=True, peer=peer)
         self.state.fetch_ended(result, size_bytes, now_s - fetch.begun_s, now_s, size_bytes)
         self._act()
 
@@ -426,12 +440,13 @@ class FeedingRank(SimRank):
         transfer.ended = True
         if transfer.begun_s:
             self.pace.end(self.node.clock.now_s, 0)
-        if self.patience.waits_on(fetch.lease.chunk, cause, self.node.clock.now_s):
+        peer = -1 if transfer.server is None else transfer.server.number
+        if self.patience.waits_on(fetch.lease.chunk, peer, cause, self.node.clock.now_s):
             self._ask_again(fetch)
             return
         self.causes[cause] = self.causes.get(cause, 0) + 1
         fetch.failed += (fetch.at,) if cause not in BLAMELESS else ()
-        fetch.at += 1
+        fetch.at = next_source(fetch.lease, fetch.at, cause)
         if fetch.at == len(fetch.lease.peers):
             self.state.turns_to_store(fetch.lease.lease_id, self.node.clock.now_s)
         if not self.node.is_dead:
@@ -439,10 +454,13 @@ class FeedingRank(SimRank):
 
     def _ask_again(self, fetch: Fetch) -> None:
         """Wait on, or return the lease in time for the store."""
-        lease_id, now_s = fetch.lease.lease_id, self.node.clock.now_s
-        if now_s - fetch.begun_s < fetch.lease.deadline_s / 3:
+        if self.node.clock.now_s - fetch.begun_s < fetch.lease.deadline_s / 3:
             self._try(fetch)
-            return
+        else:
+            self._return(fetch)
+
+    def _return(self, fetch: Fetch) -> None:
+        lease_id, now_s = fetch.lease.lease_id, self.node.clock.now_s
         del self.reads[lease_id]
         self.patience.ended(lease_id, fetch.lease.chunk, now_s, came=False)
         self.state.fetch_ended(FetchedChunk(lease_id), 0, now_s - fetch.begun_s, now_s)

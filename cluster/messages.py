@@ -102,6 +102,7 @@ class PeerSource:
     peer: Peer
     load_id: str
     key: bytes = field(repr=False)  # with which nodes of that load prove that they take part
+    in_place: bool = False  # it reads the store if the chunk's home, named before it, cannot: else it is not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +292,7 @@ class LeaseOrder:
     pass_digest: bool = False  # it has no published digest, and other nodes get it with one by `PASSED_HASH`
     feeds: bool = False  # other nodes read the chunk from this one, and wait for the report that it is here
     share_left: float | None = None  # see `storage.peers.Asker`
+    hands_over: bool = False  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +353,7 @@ class RankUpdate:
     retries: dict[str, int] = field(default_factory=dict)  # since the last update, by cause
     requests: tuple[tuple[int, float, float], ...] = ()  # successful requests: bytes, duration in s, age in s
     throttled: int = 0  # answers of the store since the last update that asked for fewer requests
+    store_s: float | None = None  # that a chunk from the store takes it now; None: it is not known
     leaving: bool = False  # the last message: the rank no longer uses the arena, done or not
     others: ArenaAccess = ()  # see RankHello; when leaving
     stats: RankStats | None = None  # once a heartbeat, and when leaving

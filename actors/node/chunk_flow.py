@@ -173,14 +173,18 @@ class SecondLeases(Hedges):
         """
         if not self.hedged(chunk) or self._queue.state(chunk) is ChunkState.LEASED:
             return
-        deadlines = {lease.lease_id: lease.deadline_s for lease in self._cache.in_flight(self._keys[chunk])}
         for place in places:
             for lease_id in [lease_id for lease_id, fetched in place.leases.items() if fetched == chunk]:
-                del place.leases[lease_id]
-                self.ended(lease_id, now_s)
-                self._cache.revoke(lease_id, deadlines.get(lease_id, now_s))
-                place.taken_back.add(lease_id)
-                place.to_close.append(lease_id)
+                self.close(place, lease_id, now_s)
+
+    def close(self, place: RankPlace, lease_id: str, now_s: float) -> None:
+        """Order the rank to end a lease whose chunk comes in another way."""
+        in_flight = self._cache.in_flight(self._keys[place.leases.pop(lease_id)])
+        deadline_s = next((lease.deadline_s for lease in in_flight if lease.lease_id == lease_id), now_s)
+        self.ended(lease_id, now_s)
+        self._cache.revoke(lease_id, deadline_s)
+        place.taken_back.add(lease_id)
+        place.to_close.append(lease_id)
 
 
 def never_brought(reason: str, tables: SharedTables, chunk: int, rank: int, cause: str, load_id: str) -> LongshoreError:
@@ -355,7 +359,7 @@ class ChunkFlow:
         """
         order = self._next_lease(place, now_s)
         if order is None and place.short_of == "slots" and isinstance(self.peers, Lending):
-            self.peers.short(self._running(), now_s)
+            self.peers.short(self.running(), now_s)
         return order
 
     def _next_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
@@ -367,7 +371,7 @@ class ChunkFlow:
         if self.peers is not None:
             self.peers.take_up()
         if isinstance(self.peers, Lending):
-            self.peers.forget(self._running(), now_s)
+            self.peers.forget(self.running(), now_s)
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
             key = self.keys[chunk]
             if self._take_from_cache(chunk):
@@ -375,7 +379,7 @@ class ChunkFlow:
             if self._cache.in_flight(key):
                 self.queue.wait_for(chunk, key)  # the same bytes are on their way under another lease
                 continue
-            if self.peers is not None and not self.peers.has_room(chunk, self._running):
+            if self.peers is not None and not self.peers.has_room(chunk, self.running):
                 if self.peers.looks_no_further:
                     return None
                 continue
@@ -421,19 +425,34 @@ class ChunkFlow:
         read = NO_SLOT if lease is None or lease.read is None else lease.read.slot
         keep = NO_SLOT if lease is None or lease.keep is None else lease.keep.slot
         peers: tuple[PeerSource, ...] = ()
-        feeds = False
+        feeds = hands_over = False
         if self.peers is not None and slot != DIRECT:
             # A second lease on a slow chunk, and a chunk that failed before, are read from the store.
             from_peers = may_use_disk and not on_disk and read == NO_SLOT and not self.queue.failures(chunk)
-            peers, feeds = self.peers.leased(lease_id, chunk, from_peers=from_peers)
+            peers, feeds, hands_over = self.peers.leased(lease_id, chunk, from_peers=from_peers)
         if lease is not None and lease.read is None and may_use_disk and not peers:
             self.hedges.begun(lease_id, chunk, now_s)
         passes = self.peers is not None and not self.keys.published(chunk)[0]
         left = None if self.peers is None else self.peers.share_left
         deadline_s = self._job.lease_deadline_s
-        return LeaseOrder(lease_id, chunk, slot, deadline_s, on_disk, read, keep, peers, passes, feeds, left)
+        about = on_disk, read, keep, peers, passes, feeds, left, hands_over
+        return LeaseOrder(lease_id, chunk, slot, deadline_s, *about)
 
-    def _running(self) -> set[str]:
+    def hand_over(self, now_s: float) -> set[bytes]:
+        """Take back leases on chunks that other nodes read from the store now, in place of this one.
+
+        Return the ended keys.
+        """
+        ended: set[bytes] = set()
+        for place in self.ranks.values() if self.peers is not None and self.peers.slow_store.is_slow else ():
+            for lease_id in [lease_id for lease_id in place.leases if self.peers.hands_over(lease_id)]:
+                chunk = place.leases[lease_id]
+                self.hedges.close(place, lease_id, now_s)
+                self.queue.requeue(chunk, None, "", now_s=now_s)
+                ended.add(self.keys[chunk])
+        return ended
+
+    def running(self) -> set[str]:
         """Return the ids of all leases."""
         return {lease_id for place in self.ranks.values() for lease_id in place.leases}
 

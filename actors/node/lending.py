@@ -9,10 +9,13 @@ they like. Each node knows the others that read the same model now, and every ch
 A node that is asked for a chunk which none of its readers has asked for yet fetches it, as if one of them had.
 
 Nodes never wait for each other in a circle. A node waits only for nodes with higher scores, or for one that is reading
-the chunk from the store. A node is not waited for if it had no free slot for BEGIN_S, and nothing came to it meanwhile:
-its readers do not read. One that got no processor asked for no slot. It is waited for, while the rank that asks has
-patience (`cluster.scheduling.concurrency.PeerPatience`). But a node whose readers have said nothing for SILENT_S is not
-waited for: they were stopped.
+the chunk from the store. A node is not waited for if it had no free slot for BEGIN_S and the time of a chunk from the
+store, and nothing came to it meanwhile: its readers do not read. One that got no processor asked for no slot. It is
+waited for, while the rank that asks has patience (`cluster.scheduling.concurrency.PeerPatience`). But a node whose
+readers have said nothing for SILENT_S is not waited for: they were stopped.
+
+A home whose store alone is slow takes back its reads of it, refuses these chunks to the others, and asks the nodes
+after it in the order. The first of them reads the store in its place.
 
 A home that began later than other nodes asks these first: they may have the chunk, or be about to. It also asks nodes
 whose readers are done. They lend what their arenas still have, for LENDS_S.
@@ -30,13 +33,13 @@ import heapq
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.node.peer_exchange import MOST_PATIENCE_S, PATIENCE_S, PRESSED_PATIENCE_S, Keys
 from actors.node.peer_routes import FAN_OUT, LEFT_OUT_S, MOST_LEFT_OUT, MOST_SOURCES
 from cluster.messages import Commit, Lender, Lenders, Members, PeerSource, credited
 from cluster.planning.packed_plan import SharedTables
-from cluster.scheduling.concurrency import StoreAhead
+from cluster.scheduling.concurrency import SlowStore, StoreAhead
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
@@ -115,6 +118,26 @@ class Order:
                 found.append(order[at])
         return found[:MOST_SOURCES] or [node for node in order[:place] if node not in out][:1]
 
+    def next_home(self, chunk: int, out: Collection[str]) -> list[str]:
+        """Return the node that reads the store if those on the way to the home cannot, unless it is one of them."""
+        order, found = self.of(chunk), self.before(chunk, out)
+        place = order.index(self._own)
+        return [node for node in order[:place] if node not in out and node not in found][: len(found) and 1]
+
+    def heirs(self, chunk: int, out: Collection[str]) -> list[str]:
+        """Return the nodes to ask, in this order, if this node is to read the store and hands the chunk over."""
+        order = self.of(chunk)
+        place = order.index(self._own)
+        if any(node not in out for node in order[:place]):
+            return []
+        return [node for node in order[place + 1 :] if node not in out and self._weights[node]][:MOST_SOURCES]
+
+    def handed_over(self, chunk: int, out: Collection[str]) -> set[str]:
+        """Return the nodes before this one that read the chunk from here, if all are `out`: it is in their place."""
+        order = self.of(chunk)
+        before = set(order[: order.index(self._own)])
+        return before if before <= set(out) else set()
+
     def after(self, chunk: int, out: Collection[str]) -> set[str]:
         """Return the nodes that read the chunk from this one."""
         order, found = self.of(chunk), set()
@@ -122,10 +145,9 @@ class Order:
         while to_see:
             at = to_see.pop()
             for place in range(FAN_OUT * at + 1, min(len(order), FAN_OUT * at + FAN_OUT + 1)):
+                found.add(order[place])  # one that is left out may come all the same, as one whose store is slow does
                 if order[place] in out:
                     to_see.append(place)
-                else:
-                    found.add(order[place])
         return found
 
     def is_before(self, node_id: str, chunk: int) -> bool | None:
@@ -173,6 +195,7 @@ class Lending:
         self.received_bytes: Counter[str] = Counter()  # by the host that sent them
         self.sent_bytes = 0  # that other nodes have received whole
         self.store_ahead = StoreAhead()
+        self.slow_store = SlowStore()
         self._part, self._cache, self._keys, self._queue = part, cache, keys, queue
         self._needs_digest, self._fetch, self._readers_heard_s = needs_digest, fetch, heard_s
         self._order = Order(facts.node_id, facts.model)
@@ -181,8 +204,10 @@ class Lending:
         self._earlier: dict[str, int] = {}  # nodes that read before this one began -> chunks that they did not have
         self._done: set[str] = set()  # nodes whose readers have ended
         self._out: dict[str, float] = {}  # nodes that failed, and until when
+        self._handing_over: dict[str, float] = {}  # nodes that asked this one instead of the store, and until when
         self._leases: dict[str, tuple[int, tuple[PeerSource, ...]]] = {}
         self._at_home: set[str] = set()  # those of them that read the store, after nodes that began earlier
+        self._at_heirs: set[str] = set()  # those that read other nodes, which read the store in place of this one
         self._leased: Counter[int] = Counter()  # leases of a chunk that read other nodes
         self._digests: dict[int, bytes] = {}
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
@@ -255,20 +280,43 @@ class Lending:
         self._end_leases_but(running)
         self._short_s = min(self._short_s, now_s)
 
-    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool]:
-        """Note a lease. Return the nodes to read the chunk from, in this order, and whether others wait for it."""
+    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool, bool]:
+        """Note a lease. Return as `PeerExchange.leased` does."""
         nodes = self._order.before(chunk, self._out) if from_peers else []
-        if not nodes:
+        heirs = self._heirs(chunk) if from_peers else []
+        if heirs:
+            nodes = heirs
+            self._news.append(chunk)  # who waits for it here is refused
+            self._at_heirs.add(lease_id)
+        elif not nodes:
             self._at_home.add(lease_id)
         if from_peers and not nodes:
             nodes = [node for node in self._lenders if self._is_worth_asking(node)]
             first = chunk % max(1, len(nodes))
             nodes = [*nodes[first:], *nodes[:first]][:MOST_SOURCES]
         sources = tuple(self._lenders[node] for node in nodes)
+        if from_peers and not heirs:
+            next_home = self._order.next_home(chunk, self._out)
+            sources += tuple(replace(self._lenders[node], in_place=True) for node in next_home)
+            sources = sources[:MOST_SOURCES]
         self._leases[lease_id] = chunk, sources
         self._leased[chunk] += bool(sources)
         self._short_s = math.inf
-        return sources, bool(self._order.after(chunk, self._out) - self._late)
+        return sources, not heirs and bool(self._askers(chunk)), bool(heirs)
+
+    def _heirs(self, chunk: int) -> list[str]:
+        """Return the nodes that read the chunk from the store in place of this one, if the store is slow for it."""
+        heirs = self._order.heirs(chunk, self._out) if self.slow_store.is_slow else []
+        return [node for node in heirs if node in self._lenders]
+
+    def _askers(self, chunk: int) -> set[str]:
+        """Return the nodes that read the chunk from this one."""
+        handed_over = self._order.handed_over(chunk, self._out.keys() | self._handing_over.keys())
+        return (self._order.after(chunk, self._out) | handed_over) - self._late
+
+    def hands_over(self, lease_id: str) -> bool:
+        """Return whether to take back the lease: its chunk comes from the store, and other nodes read that now."""
+        return lease_id in self._at_home and bool(self._heirs(self._leases[lease_id][0]))
 
     def _is_worth_asking(self, node: str) -> bool:
         return node not in self._out and self._earlier.get(node, MOST_MISSES) < MOST_MISSES
@@ -286,6 +334,7 @@ class Lending:
     def _end_lease(self, lease_id: str) -> tuple[PeerSource, ...]:
         chunk, sources = self._leases.pop(lease_id, (-1, ()))
         self._at_home.discard(lease_id)
+        self._at_heirs.discard(lease_id)
         if sources:
             self._leased[chunk] -= 1
             self._leased += Counter()
@@ -298,6 +347,7 @@ class Lending:
         """
         self._news.append(commit.chunk)
         self._come_s, self._short_s = now_s, math.inf
+        hands_over = commit.lease_id in self._at_heirs
         sources = self._end_lease(commit.lease_id)
         nodes = {source.peer: node_id for node_id, source in self._lenders.items()}
         for at in (at for at in commit.failed_peers if at < len(sources)):
@@ -310,7 +360,7 @@ class Lending:
                 self._earlier[node] = 0 if had else self._earlier[node] + (at < commit.peer or commit.peer < 0)
         if commit.digest:
             self._digests[commit.chunk] = commit.digest
-        left = self._order.after(commit.chunk, self._out) - self._late
+        left = set[str]() if hands_over else self._askers(commit.chunk)
         if not left or commit.chunk in self._kept or self._cache.kept(self._keys[commit.chunk]) is not None:
             return
         if self._cache.pin(cached, self._pinner(commit.chunk), owner=self._part):
@@ -349,6 +399,9 @@ class Lending:
         if not self._queue.knows(chunk):
             return NoChunk.MISSING
         self._asks(asker.node_id, chunk, now_s)
+        self.slow_store.heard(asker.node_id, asker.slow_store_s)
+        if asker.hands_over:
+            self._handing_over[asker.node_id] = now_s + LEFT_OUT_S
         cached = self._cache.copy(self._keys[chunk])
         if cached is not None and self._needs_digest and chunk not in self._digests:
             return NoChunk.MISSING
@@ -360,19 +413,28 @@ class Lending:
         state = self._queue.state(chunk)
         if state is not ChunkState.LEASED and now_s - self._readers_heard_s() > SILENT_S:
             return NoChunk.MISSING
-        if is_before or (state not in _ON_THE_WAY and not self._fetch(chunk)):
+        if self._has_handed_over(chunk):
+            return NoChunk.TOO_SLOW
+        if (is_before and not asker.hands_over) or (state not in _ON_THE_WAY and not self._fetch(chunk)):
             reads_store = state is ChunkState.LEASED and not self._leased[chunk]
             return NoChunk.COMING if reads_store else NoChunk.MISSING
         self._late.discard(asker.node_id)
         self._held_s.pop(asker.node_id, None)
         is_to_begin = self._queue.state(chunk) is ChunkState.PENDING
-        stands_still = is_to_begin and now_s - self._short_s >= BEGIN_S and not self.reads_store(chunk)
+        patience_s = BEGIN_S + self.slow_store.own_s  # its slots may wait for chunks that others read from the store
+        stands_still = is_to_begin and now_s - self._short_s >= patience_s and not self.reads_store(chunk)
         return NoChunk.MISSING if stands_still else NoChunk.COMING
 
     def reads_store(self, chunk: int) -> bool:
         """Return whether the chunk is on its way from the store, or is to be leased after chunks that are."""
         on_its_way = self._queue.state(chunk) is ChunkState.LEASED
         return any(self._leases[lease_id][0] == chunk or not on_its_way for lease_id in self._at_home)
+
+    def _has_handed_over(self, chunk: int) -> bool:
+        """Return whether nobody may wait here for the chunk, because this node reads it from others, or is about to."""
+        if self._queue.state(chunk) is ChunkState.LEASED:
+            return any(self._leases[lease_id][0] == chunk for lease_id in self._at_heirs)
+        return bool(self._heirs(chunk))
 
     def _asks(self, node_id: str, chunk: int, now_s: float) -> None:
         """A node asks for a chunk: it has passed those far before."""
@@ -390,7 +452,7 @@ class Lending:
         return cached if self._cache.hold(cached, process, reader, owner=self._part) else NoChunk.MISSING
 
     def take_news(self) -> list[int]:
-        """Return the chunks that have come since the last call."""
+        """Return the chunks that have come, or were handed over, since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -419,6 +481,7 @@ class Lending:
     def look(self, now_s: float) -> bool:
         """Let go of chunks for which other nodes did not come in time. Return whether there were any."""
         self._out = {node: until_s for node, until_s in self._out.items() if until_s >= now_s}
+        self._handing_over = {node: until_s for node, until_s in self._handing_over.items() if until_s >= now_s}
         late = self._drop_older(now_s - PATIENCE_S, lambda chunk: self._is_on_its_way(chunk, now_s))
         return self._drop_older(now_s - MOST_PATIENCE_S) or late
 

@@ -353,7 +353,7 @@ class NodeLedger:
             found = load.peers.take(chunk, process, reader, asker, now_s)
             if not isinstance(found, NoChunk):
                 return load, found
-            why_not = max(why_not, found, key=[NoChunk.MISSING, NoChunk.TOO_SLOW, NoChunk.COMING].index)
+            why_not = max(why_not, found, key=[NoChunk.MISSING, NoChunk.COMING, NoChunk.TOO_SLOW].index)
         for load in self._ended.values():  # its readers were faster than those of other nodes
             if load.load_id == load_id and isinstance(load.peers, Lending):
                 found = load.peers.ended_take(chunk, process, reader)
@@ -473,8 +473,11 @@ class NodeLedger:
         """
         self._give_up([part for part, (_, asked_s) in self._asking.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
         ended: set[bytes] = set().union(*(load.end_silent(now_s) for load in self._loads.values()))
+        late = False
+        for load in self._loads.values():
+            handed_over, free = load.look_at_peers(now_s)
+            ended, late = ended | handed_over, late or free
         self._wake(ended)
-        late = any([load.peers.look(now_s) for load in self._loads.values() if load.peers is not None])
         return self._took_back(self._cache.expire(now_s), now_s) or bool(ended) or late
 
     def process_dead(self, process: ProcessId, now_s: float) -> set[str]:

@@ -170,6 +170,17 @@ class NodeLoad:
                 ended |= self._take_leases(place, "lease_expired", now_s)
         return ended
 
+    def look_at_peers(self, now_s: float) -> tuple[set[bytes], bool]:
+        """Stop waiting for other nodes that do not come for chunks, and hand over chunks from a slow store.
+
+        Return the ended keys, and whether slots may be free now.
+        """
+        if self.peers is None:
+            return set(), False
+        if isinstance(self.peers, PeerExchange):
+            self.peers.forget(self._flow.running())
+        return self._flow.hand_over(now_s), self.peers.look(now_s)
+
     @property
     def peers(self) -> PeerExchange | Lending | None:
         """The load's exchange with other nodes. None: it reads everything from the store."""
@@ -333,6 +344,7 @@ class NodeLoad:
         self._requests.note(update.requests, update.throttled, now_s)
         if self.peers is not None:
             self.peers.store_ahead.note(update.requests)
+            self.peers.slow_store.reported(update.rank, update.store_s)
         self._flow.note_report(update)
         if update.leaving:
             ended |= self._release_slots(place, now_s)

@@ -16,7 +16,8 @@ a process on a busy machine starts seconds after the others. It has BEGIN_PATIEN
 
 A node that is far slower than the others says so to those that ask, and they leave it out for a while. It is slow in
 sending if it gets chunks from others twice as fast as it sends them, though others wait in line. It is slow in
-receiving if a waiting node is far ahead of it, and still is many chunks later.
+receiving if a waiting node is far ahead of it, and still is many chunks later. If only the store is slow for it, it
+takes back its own reads of the store, and reads these chunks from the nodes that others ask in its place.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Protocol
 
 from actors.node.peer_routes import LEFT_OUT_S, PeerRoutes
 from cluster.messages import Commit, Members, PeerSource, credited
-from cluster.scheduling.concurrency import StoreAhead
+from cluster.scheduling.concurrency import SlowStore, StoreAhead
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
@@ -78,6 +79,8 @@ class _PeerLease:
     chunk: int
     sources: tuple[PeerSource, ...]
     feeds: bool  # others read it from here
+    hands_over: bool  # it is this node's to read the store, and another one does: nobody waits for it here
+    from_store: bool
 
 
 class PeerExchange:
@@ -112,6 +115,7 @@ class PeerExchange:
         self._most_asked = ASKED_PER_HOP * max(1, routes.hops)
         self._needed_chunks = max(1, len(queue.chunks()))
         self.store_ahead = StoreAhead()
+        self.slow_store = SlowStore()
         self._come = self._received = 0  # chunks that were committed; those of them that other nodes sent
         self._chunk_s = 0.0  # mean time from one chunk to the next, while there is room
         self._come_s = math.inf  # when the last one came
@@ -124,19 +128,37 @@ class PeerExchange:
 
     def has_room(self, chunk: int, running: Callable[[], Collection[str]]) -> bool:
         """Return whether the chunk may be leased now. If not, set it aside. `running` returns the ids of all leases."""
-        feeds = bool(self._routes.askers(chunk) - self._late)
-        asks = bool(self._routes.sources(chunk))
+        sources, hands_over = self._sources(chunk)
+        feeds = self._feeds(chunk, hands_over=hands_over)
+        asks = bool(sources)
         if not (feeds or asks) or self._fits(chunk, feeds=feeds, asks=asks):
             return True
-        still = running()
-        ended = [lease_id for lease_id in self._leases if lease_id not in still]
-        for lease_id in ended:
-            del self._leases[lease_id]
-        if ended and self._fits(chunk, feeds=feeds, asks=asks):
+        if self.forget(running()) and self._fits(chunk, feeds=feeds, asks=asks):
             return True
         self._queue.wait_for(chunk, ("aside", chunk))
         heapq.heappush(self._aside[feeds], chunk)
         return False
+
+    def forget(self, running: Collection[str]) -> bool:
+        """Drop the leases that are not among `running`: they ended without the chunk. Return whether there were any."""
+        ended = [lease_id for lease_id in self._leases if lease_id not in running]
+        for lease_id in ended:
+            del self._leases[lease_id]
+        return bool(ended)
+
+    def _sources(self, chunk: int) -> tuple[list[PeerSource], bool]:
+        """Return the nodes to ask for the chunk, and whether they read the store in place of this one."""
+        sources = self._routes.sources(chunk)
+        heirs = self._routes.heirs(chunk) if self.slow_store.is_slow else []
+        return heirs or sources, bool(heirs)
+
+    def _feeds(self, chunk: int, *, hands_over: bool) -> bool:
+        return not hands_over and bool(self._routes.askers(chunk) - self._late)
+
+    def hands_over(self, lease_id: str) -> bool:
+        """Return whether to take back the lease: its chunk comes from the store, and other nodes read that now."""
+        lease = self._leases.get(lease_id)
+        return lease is not None and lease.from_store and self._sources(lease.chunk)[1]
 
     def _fits(self, chunk: int, *, feeds: bool, asks: bool) -> bool:
         leases = self._leases.values()
@@ -160,16 +182,19 @@ class PeerExchange:
             if aside:
                 self._queue.waiting_for([("aside", heapq.heappop(aside))])
 
-    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool]:
-        """Note a lease. Return the nodes to read the chunk from, in this order, and whether others read it from here.
+    def leased(self, lease_id: str, chunk: int, *, from_peers: bool) -> tuple[tuple[PeerSource, ...], bool, bool]:
+        """Note a lease.
 
-        No nodes: it comes from the store.
+        Return the nodes to read the chunk from, in this order, whether others read it from here, and whether those
+        nodes read the store in place of this one. No nodes: it comes from the store.
         """
-        sources = tuple(self._routes.sources(chunk)) if from_peers else ()
-        feeds = bool(self._routes.askers(chunk) - self._late)
+        found, hands_over = self._sources(chunk) if from_peers else ([], False)
+        sources, feeds = tuple(found), self._feeds(chunk, hands_over=hands_over)
+        if hands_over:
+            self._news.append(chunk)  # who waits for it here is refused
         if sources or feeds:
-            self._leases[lease_id] = _PeerLease(chunk, sources, feeds)
-        return sources, feeds
+            self._leases[lease_id] = _PeerLease(chunk, sources, feeds, hands_over, from_peers and not sources)
+        return sources, feeds, hands_over
 
     @property
     def share_left(self) -> float | None:
@@ -197,6 +222,8 @@ class PeerExchange:
             self._begun.add(self._routes.node_at(sources[commit.peer].peer))
         if commit.digest:
             self._digests[commit.chunk] = commit.digest
+        if lease is not None and lease.hands_over:
+            return  # the others have it from elsewhere
         askers = self._routes.askers(commit.chunk) - self._late
         if not askers or self._cache.kept(self._keys[commit.chunk]) is not None:
             return
@@ -214,8 +241,9 @@ class PeerExchange:
         """Hold the chunk for another node, the asker, which reads it until it is `given`."""
         if not self._queue.knows(chunk):
             return NoChunk.MISSING
-        node_id, may_wait = asker.node_id, self._routes.may_wait(asker.node_id, chunk)
-        self._routes.asked_by(node_id, chunk, now_s)
+        node_id, may_wait = asker.node_id, self._routes.may_wait(asker.node_id, chunk, hands_over=asker.hands_over)
+        self._routes.asked_by(node_id, chunk, now_s, hands_over=asker.hands_over)
+        self.slow_store.heard(node_id, asker.slow_store_s)
         self._begun.add(node_id)
         self._heard[node_id] = now_s, max(chunk, self._heard.get(node_id, (0.0, 0))[1])
         compares = asker.share_left is not None and self._routes.is_member(node_id)
@@ -230,6 +258,8 @@ class PeerExchange:
             return cached
         if self._queue.state(chunk) not in _ON_THE_WAY or not may_wait:
             return NoChunk.MISSING if cached is None else NoChunk.COMING
+        if self._has_handed_over(chunk):
+            return NoChunk.TOO_SLOW
         if compares and self._queue.state(chunk) is ChunkState.PENDING and self._stays_behind(asker, chunk):
             self._slow_until_s = now_s + SLOW_S
             return NoChunk.TOO_SLOW
@@ -237,10 +267,17 @@ class PeerExchange:
         self._asking[chunk, node_id] = now_s
         return NoChunk.COMING
 
+    def _has_handed_over(self, chunk: int) -> bool:
+        """Return whether nobody may wait here for the chunk, because this node reads it from others, or is about to."""
+        if self._queue.state(chunk) is ChunkState.LEASED:
+            return any(lease.hands_over for lease in self._leases.values() if lease.chunk == chunk)
+        return self._sources(chunk)[1]
+
     def reads_store(self, chunk: int) -> bool:
-        """Return whether the chunk is on its way from the store, or is to be leased after chunks that are."""
-        on_its_way = self._queue.state(chunk) is ChunkState.LEASED
-        return any(not lease.sources for lease in self._leases.values() if lease.chunk == chunk or not on_its_way)
+        """Return whether this node reads the chunk from the store, or is to."""
+        if self._queue.state(chunk) is ChunkState.LEASED:
+            return not any(lease.sources for lease in self._leases.values() if lease.chunk == chunk)
+        return not self._routes.sources(chunk)
 
     def _is_slow(self, now_s: float) -> bool:
         """Return whether other nodes of the load should leave this one out."""
@@ -265,7 +302,7 @@ class PeerExchange:
         return self._come - self._behind[0] >= CATCH_UP
 
     def take_news(self) -> list[int]:
-        """Return the chunks that have come since the last call."""
+        """Return the chunks that have come, or were handed over, since the last call."""
         news, self._news = self._news, []
         return news
 

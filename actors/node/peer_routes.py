@@ -11,6 +11,10 @@ A node that does not answer is left out. What it would have sent comes from the 
 none is left there, the first node in the order reads the store in place of the home. A node asks only nodes before it
 in the order, whatever it takes for left out. So nodes never wait for each other in a circle.
 
+A home whose store alone is slow hands its chunks over: it refuses them to all others, and asks its *heirs*, the nodes
+after it in the order. The first of them reads the store in its place, as if it did not answer. Nobody waits for a chunk
+at the node that has handed it over. So there is no circle either.
+
 Nodes that serve nothing come last in the order, and nobody reads from them.
 
 The circle turns by the golden ratio from chunk to chunk (Knuth, The Art of Computer Programming 3, section 6.4, on
@@ -111,6 +115,7 @@ class PeerRoutes:
         self._left_out: dict[int, float] = {}  # nodes that did not answer this one, and until when
         self._lenders_out: dict[Peer, float] = {}  # the same of lenders
         self._bypassed: dict[int, float] = {}  # nodes that others left out, and until when
+        self._handing_over: dict[int, float] = {}  # nodes that asked this one instead of the store, and until when
 
     @property
     def alone(self) -> bool:
@@ -123,17 +128,32 @@ class PeerRoutes:
         return hops(self._serving)
 
     def sources(self, chunk: int) -> list[PeerSource]:
-        """Return the nodes to ask for the chunk, in this order; none: this node reads the store."""
+        """Return the nodes to ask for the chunk, in this order; none: this node reads the store.
+
+        After the nodes on the way to the home comes the one that reads the store if all of them fail.
+        """
         order, turn, place = self._find(chunk)
         if place is None:
             return []
         found = [at for at in order.before(place) if order.node(at, turn) not in self._left_out][:MOST_SOURCES]
-        if not found:
-            before = (at for at in range(min(place, order.serving)) if order.node(at, turn) not in self._left_out)
-            found = list(itertools.islice(before, 1))
-        peers = (self._nodes[order.node(at, turn)].peer for at in found)
-        sources = [PeerSource(peer, self._load_id, self._key) for peer in peers if peer is not None]
-        return sources or self._borrow(chunk)
+        before = range(min(place, order.serving))
+        next_home = (at for at in before if at not in found and order.node(at, turn) not in self._left_out)
+        named = self._named(order, turn, [*found, *itertools.islice(next_home, 1)])
+        named[len(found) :] = [replace(source, in_place=bool(found)) for source in named[len(found) :]]
+        return named or self._borrow(chunk)
+
+    def heirs(self, chunk: int) -> list[PeerSource]:
+        """Return the nodes to ask, in this order, if this node is to read the store and hands the chunk over."""
+        order, turn, place = self._find(chunk)
+        if place is None or any(order.node(at, turn) not in self._left_out for at in range(min(place, order.serving))):
+            return []
+        after = range(place + 1, order.serving)
+        return self._named(order, turn, [at for at in after if order.node(at, turn) not in self._left_out])
+
+    def _named(self, order: _Order, turn: int, places: Sequence[int]) -> list[PeerSource]:
+        """Return the nodes at the first of these places."""
+        peers = (self._nodes[order.node(at, turn)].peer for at in places[:MOST_SOURCES])
+        return [PeerSource(peer, self._load_id, self._key) for peer in peers if peer is not None]
 
     def _borrow(self, chunk: int) -> list[PeerSource]:
         """Return nodes of other loads that may have the chunk. Only its home asks them, as it would ask the store."""
@@ -145,10 +165,13 @@ class PeerRoutes:
         order, turn, own = self._find(chunk)
         if own is None or own >= order.serving:
             return set()
-        skipped = self._left_out.keys() | self._bypassed.keys()
+        skipped = self._left_out.keys() | self._bypassed.keys() | self._handing_over.keys()
         to_see = list(order.after(own))
+        handed_over: list[int] = []  # nodes that ask this one instead of the store, or that may soon
         if skipped and all(order.node(at, turn) in skipped for at in range(own)):  # this node is in place of the home
             to_see += [after for at in range(own) for after in order.after(at) if after != own]
+            slow = {node for node, until_s in self._left_out.items() if until_s < math.inf} | self._handing_over.keys()
+            handed_over = [order.node(at, turn) for at in range(own) if order.node(at, turn) in slow]
         found: set[int] = set()
         while to_see:
             if (at := to_see.pop()) in found:
@@ -156,7 +179,8 @@ class PeerRoutes:
             found.add(at)
             if order.node(at, turn) in skipped:
                 to_see += order.after(at)
-        return {self._nodes[order.node(at, turn)].node_id for at in found if at > own}
+        after = [order.node(at, turn) for at in found if at > own]
+        return {self._nodes[node].node_id for node in (*after, *handed_over)}
 
     def leave_out(self, source: PeerSource, until_s: float) -> None:
         """Ask this node for nothing until then."""
@@ -201,12 +225,18 @@ class PeerRoutes:
                 self._nodes[at] = replace(node, peer=peer)
                 self._left_out.pop(at, None)
 
-    def asked_by(self, node_id: str, chunk: int, now_s: float) -> None:
-        """Another node asks for the chunk. If others would have it for that node, then it leaves them out."""
+    def asked_by(self, node_id: str, chunk: int, now_s: float, *, hands_over: bool = False) -> None:
+        """Another node asks for the chunk. If others would have it for that node, then it leaves them out.
+
+        `hands_over`: that node is to read the store, and this one does it instead.
+        """
         order, turn, own = self._find(chunk)
         asker = self._index.get(node_id, -1)
         place = order.place(asker, turn)
         if place is None or own is None:
+            return
+        if hands_over:
+            self._handing_over[asker] = now_s + LEFT_OUT_S
             return
         for at in order.before(place):
             if at == own:
@@ -217,8 +247,8 @@ class PeerRoutes:
         """Return whether the other node takes part in the load since it began."""
         return node_id in self._index
 
-    def may_wait(self, node_id: str, chunk: int) -> bool:
-        """Return whether another node may wait here for the chunk: it comes after this one in the order.
+    def may_wait(self, node_id: str, chunk: int, *, hands_over: bool = False) -> bool:
+        """Return whether another node may wait here for the chunk: it comes after this one, or `hands_over` the chunk.
 
         Nobody here waits for a node that is not among these. It came later, or belongs to a later load.
         """
@@ -226,12 +256,14 @@ class PeerRoutes:
         if own is None or node_id not in self._index:
             return own is not None
         place = order.place(self._index[node_id], turn)
-        return place is not None and own < place
+        return place is not None and (own < place or hands_over)
 
     def forget(self, now_s: float) -> None:
         """Ask again the nodes whose time is over."""
         self._left_out = {node: until_s for node, until_s in self._left_out.items() if until_s >= now_s}
         self._bypassed = {node: until_s for node, until_s in self._bypassed.items() if until_s >= now_s}
+        over = self._handing_over
+        self._handing_over = {node: until_s for node, until_s in over.items() if until_s >= now_s}
         self._lenders_out = {peer: until_s for peer, until_s in self._lenders_out.items() if until_s >= now_s}
 
     def _find(self, chunk: int) -> tuple[_Order, int, int | None]:

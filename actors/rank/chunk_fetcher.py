@@ -40,7 +40,7 @@ from storage.arena.arena import Arena
 from storage.checksum import Hasher, Span, SpanHasher, new_hasher
 from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, IntegrityError, LongshoreError, ReadEnded
-from storage.peers import PASSED_HASH, READ_TIMEOUT_S, PeerCarrier
+from storage.peers import PASSED_HASH, READ_TIMEOUT_S, Asker, Peer, PeerCarrier
 from storage.stores.object_store import ByteRange, ObjectStore, cut, read_pieces
 from storage.stores.requests import ReadLimit, ReadLimits
 
@@ -216,6 +216,13 @@ def _why_not(error: LongshoreError) -> str:
     return REFUSALS.get(error.details.get("status", 0), "peer_unavailable")
 
 
+def next_source(lease: LeaseOrder, at: int, cause: str) -> int:
+    """Return which of the lease's nodes to ask after the one at `at`. As many as it has: it is the store's turn."""
+    is_home_here = cause == "peer_without_chunk"  # it had the chunk, or does not need it: nobody reads it in its place
+    after = range(at + 1, len(lease.peers))
+    return next((each for each in after if not (is_home_here and lease.peers[each].in_place)), len(lease.peers))
+
+
 def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
     """Return the parts without their first `skipped_bytes`."""
     rest = []
@@ -333,8 +340,10 @@ class ChunkFetcher:
             finally:
                 del self._running[lease.lease_id]
             with self._peers_lock:
-                came = fetched.commit is not None
-                self._patience.ended(lease.lease_id, lease.chunk, time.monotonic(), came=came)
+                commit = fetched.commit
+                peer = None if commit is None or commit.peer < 0 else lease.peers[commit.peer].peer
+                came = commit is not None
+                self._patience.ended(lease.lease_id, lease.chunk, time.monotonic(), came=came, peer=peer)
         if fetched.failure is not None:
             empty_frames(fetched.failure.error)  # a failure that no message takes along would keep the arena mapped
         return fetched
@@ -372,7 +381,7 @@ class ChunkFetcher:
                 if peer is None:
                     self._patience.reads_store(lease.lease_id, time.monotonic())
                 else:
-                    self._patience.asked(lease.chunk, time.monotonic())
+                    self._patience.asked(lease.chunk, peer.peer, time.monotonic())
             try:
                 read.read(peer)
                 self._overtake(lease)
@@ -393,7 +402,7 @@ class ChunkFetcher:
                 break
             if peer is not None:  # the rest comes from the next one, or from the store
                 cause = _why_not(error)
-                if self._waits_on(lease.chunk, cause):
+                if self._waits_on(lease.chunk, peer.peer, cause):
                     if time.monotonic() < give_up_s:
                         continue
                     break  # it is to be leased again: the store must have its time in any lease
@@ -404,7 +413,7 @@ class ChunkFetcher:
                     came[at] = read.arrived_bytes - before_bytes
                 failed_peers += (at,) if cause not in BLAMELESS else ()
                 # Nodes that hang, one after the other, must leave the store its time.
-                at = at + 1 if time.monotonic() < give_up_s else len(sources)
+                at = next_source(lease, at, cause) if time.monotonic() < give_up_s else len(sources)
                 about = replace(self._about, chunk=lease.chunk, cause=cause).extra
                 _LOG.log(
                     logging.DEBUG if cause in BLAMELESS else logging.INFO,
@@ -432,9 +441,14 @@ class ChunkFetcher:
             self.pause(cause, decision.delay_s, read.arrived_bytes > 0)
         return FetchedChunk(lease.lease_id, retries=retries)
 
-    def _waits_on(self, chunk: int, cause: str) -> bool:
+    def _waits_on(self, chunk: int, peer: Peer, cause: str) -> bool:
         with self._peers_lock:
-            return self._patience.waits_on(chunk, cause, time.monotonic())
+            return self._patience.waits_on(chunk, peer, cause, time.monotonic())
+
+    def store_s(self) -> float | None:
+        """Return the time that a chunk from the store takes now. None: it is not known."""
+        with self._peers_lock:
+            return self._patience.store_s(time.monotonic())
 
     def _peers_of(self, lease: LeaseOrder) -> list[PeerChunk]:
         if not lease.peers:
@@ -447,10 +461,11 @@ class ChunkFetcher:
 
                 nixl = PROCESS_NIXL if self._carrier == "nixl" else None
                 self._peers = PeerClient(self._node_id, read_timeout_s=READ_TIMEOUT_S, nixl=nixl)
-            self._peers.share_left = lease.share_left
+            slow_store_s = self._patience.slow_store_s(time.monotonic())
+        asker = Asker(self._node_id, lease.share_left, slow_store_s, lease.hands_over)
         start = self._tables.chunks.byte_range(lease.chunk).start
         named = ((source.peer, source.load_id, source.key) for source in lease.peers)
-        return [self._peers.chunk(*name, lease.chunk, start) for name in named]
+        return [self._peers.chunk(*name, lease.chunk, start, asker) for name in named]
 
     def _overtake(self, lease: LeaseOrder) -> None:
         """The chunk is there by this lease: end the reads of slower ones, without waiting for the agent to say so."""

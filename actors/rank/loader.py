@@ -139,6 +139,7 @@ class RankWork:
     def update(self, *, leaving: bool, others: ArenaAccess, stats: RankStats | None) -> RankUpdate:
         """See `RankState.update`."""
         with self._exchange:
+            self.state.store_takes(self._fetcher.store_s())
             return self.state.update(time.monotonic(), leaving=leaving, others=others, stats=stats)
 
     def answered(self, update: RankUpdate, orders: Orders | None) -> Next:

@@ -159,6 +159,7 @@ class RankState:
         self.pausing = 0  # fetches between two tries
         self.throttles = 0
         self.placed_bytes = 0
+        self.store_s: float | None = None  # see `RankUpdate`
         self.first_work_s: float | None = None  # when the agent first had something to do
         self.fetch_time = FetchTime()
         self.leases: deque[LeaseOrder] = deque()  # not begun
@@ -383,6 +384,10 @@ class RankState:
             return max(self.results.since_s, self._answered_s) + min(self._heartbeat_s, REPORT_S)
         return self._answered_s + self._heartbeat_s
 
+    def store_takes(self, store_s: float | None) -> None:
+        """Take over how long chunks from the store take, for the next update. None: it is not known."""
+        self.store_s = store_s
+
     def update(
         self, now_s: float, *, leaving: bool = False, others: ArenaAccess = (), stats: RankStats | None = None
     ) -> RankUpdate:
@@ -405,6 +410,7 @@ class RankState:
             retries=dict(results.retries),
             requests=tuple((size_bytes, took_s, now_s - ended_s) for size_bytes, took_s, ended_s in results.requests),
             throttled=results.throttled,
+            store_s=self.store_s,
             leaving=leaving,
             others=others,
             stats=stats,

@@ -22,13 +22,15 @@ always find that more requests bring more bytes, because it takes them from the 
 The second fetch has a slot of its own. Whichever fetch succeeds first ends the other. A chunk is hedged once, because a
 third request does not help when the store stays slow. Deadlines and budgets (`cluster.scheduling.retry`) still apply.
 
-`PeerPatience` decides how long a rank waits for a chunk that another node is about to read from the store.
+`PeerPatience` decides how long a rank waits for a chunk that another node is about to read from the store. `SlowStore`
+tells a node that the store is slow for it alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from statistics import median
 
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -234,52 +236,139 @@ class StoreAhead:
 
 PATIENT_FOR = 4  # times that a chunk takes
 LEAST_PATIENCE_S = 20.0  # many chunks may share a slow link, and a process may get no processor for a while
+SLOW_FOR = 3  # times that the store takes elsewhere: the home says that it is slow before the others lose patience
+LEAST_SLOW_S = 15.0
+KNOWN_S = 600.0  # a store that was slow for a node may have recovered after this
+MOST_ASKED = 1024  # chunks that are remembered with the nodes that were asked for them
+
+
+class StoreTimes:
+    """Seconds that chunks take from the store. Time is passed in."""
+
+    def __init__(self) -> None:
+        self._took: deque[tuple[float, float]] = deque(maxlen=RECENT)  # (when it ended, seconds)
+        self._running: dict[str, float] = {}  # lease -> when it began
+
+    def begun(self, lease_id: str, now_s: float) -> None:
+        """Record that a chunk is read from the store now."""
+        self._running.setdefault(lease_id, now_s)
+
+    def ended(self, lease_id: str, now_s: float, *, came: bool) -> bool:
+        """Record the end of a lease. Return whether it read the store. `came`: it has brought its chunk."""
+        begun_s = self._running.pop(lease_id, None)
+        # A slow read that was ended would have taken longer still.
+        if begun_s is not None and (came or now_s - begun_s > LEAST_SLOW_S):
+            self._took.append((now_s, now_s - begun_s))
+        return begun_s is not None
+
+    def usual_s(self, now_s: float, *, needs_one: bool = False) -> float | None:
+        """Return the median of the last reads, or of the ages of those under way if that is more. None: none is known.
+
+        `needs_one`: None unless one has ended.
+        """
+        took_s = [took_s for ended_s, took_s in self._took if now_s - ended_s < KNOWN_S]
+        ages_s = [now_s - begun_s for begun_s in self._running.values()]
+        if needs_one and not took_s:
+            return None
+        return max((median(times_s) for times_s in (took_s, ages_s) if times_s), default=None)
+
+
+class SlowStore:
+    """Tells a node whether the store is slow for it, and not for the nodes that ask it for chunks.
+
+    Then other nodes read its chunks in its place: it *hands them over*. All know the order in which they do.
+    """
+
+    def __init__(self) -> None:
+        self._own_s: dict[int, float] = {}  # rank -> seconds that it needs for a chunk from the store
+        self._slow_s: dict[str, float] = {}  # node -> seconds from which on the store is slow, in its eyes
+
+    def reported(self, rank: int, store_s: float | None) -> None:
+        """Record the time that chunks from the store take a rank of this node. None: it is not known."""
+        if store_s is None:
+            self._own_s.pop(rank, None)
+        else:
+            self._own_s[rank] = store_s
+
+    def heard(self, node_id: str, slow_store_s: float | None) -> None:
+        """Record what another node calls slow (see `PeerPatience.slow_store_s`). None: it does not say."""
+        if slow_store_s is None:
+            self._slow_s.pop(node_id, None)
+        else:
+            self._slow_s[node_id] = slow_store_s
+
+    @property
+    def own_s(self) -> float:
+        """Seconds that a chunk from the store takes here. 0.0: it is not known."""
+        return min(self._own_s.values(), default=0.0)
+
+    @property
+    def is_slow(self) -> bool:
+        """True when another node gets chunks from the store far faster than every rank of this one."""
+        return self.own_s > min(self._slow_s.values(), default=math.inf)
 
 
 class PeerPatience:
     """The patience of one rank with nodes that get chunks from the store. Not thread-safe; the caller holds a lock.
 
     It waits PATIENT_FOR times as long as chunks take, its own or those of others, and LEAST_PATIENCE_S at least. So
-    where the store is slow for all nodes, they wait for each other, and no chunk is read twice. A node whose store
-    alone is slow keeps the others for so long.
+    where the store is slow for all nodes, they wait for each other, and no chunk is read twice. It waits twice as long
+    for a node that waits for a third one: that node's patience has to end before.
     """
 
     def __init__(self) -> None:
-        self._took_s: dict[bool, deque[float]] = {True: deque(maxlen=RECENT), False: deque(maxlen=RECENT)}
-        self._running: dict[str, float] = {}  # lease of a chunk that comes from the store -> when it began
-        self._asked: dict[int, float] = {}  # chunk that others were asked for -> when first
+        self._store = StoreTimes()
+        self._took_s: deque[float] = deque(maxlen=RECENT)  # of chunks that other nodes sent
+        self._asked: dict[int, dict[Hashable, float]] = {}  # chunk -> nodes that were asked for it, and when first
 
     def reads_store(self, lease_id: str, now_s: float) -> None:
         """Record that a chunk is read from the store now."""
-        self._running.setdefault(lease_id, now_s)
+        self._store.begun(lease_id, now_s)
 
-    def ended(self, lease_id: str, chunk: int, now_s: float, *, came: bool) -> None:
-        """Record the end of a lease. `came`: it has brought its chunk."""
-        begun_s = self._running.pop(lease_id, None)
-        asked_s = self._asked.pop(chunk, None) if came else None
-        since_s = asked_s if begun_s is None else begun_s
-        if came and since_s is not None:
-            self._took_s[begun_s is not None].append(now_s - since_s)
+    def ended(self, lease_id: str, chunk: int, now_s: float, *, came: bool, peer: Hashable = None) -> None:
+        """Record the end of a lease.
 
-    def asked(self, chunk: int, now_s: float) -> None:
+        Args:
+            came: It has brought its chunk.
+            peer: The node that sent it. None: no node did.
+        """
+        self._store.ended(lease_id, now_s, came=came)
+        asked = self._asked.pop(chunk, {}) if came else {}
+        if peer in asked:
+            self._took_s.append(now_s - asked[peer])
+
+    def asked(self, chunk: int, peer: Hashable, now_s: float) -> None:
         """Record that another node is asked for the chunk."""
-        self._asked.setdefault(chunk, now_s)
+        self._asked.setdefault(chunk, {}).setdefault(peer, now_s)
+        if len(self._asked) > MOST_ASKED:  # other ranks have brought the chunks of the oldest
+            del self._asked[next(iter(self._asked))]
 
-    def waits_on(self, chunk: int, cause: str, now_s: float) -> bool:
+    def waits_on(self, chunk: int, peer: Hashable, cause: str, now_s: float) -> bool:
         """Return whether to ask again a node that does not have the chunk yet.
 
         Args:
-            cause: "peer_late" if it reads the store, "peer_waits" if it waits for a slot or for a third node.
+            cause: "peer_late" if it reads the store, "peer_waits" if it waits for a third node.
         """
-        if cause not in ("peer_late", "peer_waits") or chunk not in self._asked:
+        asked_s = self._asked.get(chunk, {}).get(peer)
+        if cause not in ("peer_late", "peer_waits") or asked_s is None:
             return False
-        waited_s, usual_s = now_s - self._asked[chunk], self._usual_s(now_s)
-        return usual_s is None or waited_s < max(LEAST_PATIENCE_S, PATIENT_FOR * usual_s)
+        usual_s = self._usual_s(now_s)
+        patience_s = max(LEAST_PATIENCE_S, PATIENT_FOR * (usual_s or 0.0))
+        return usual_s is None or now_s - asked_s < (patience_s if cause == "peer_late" else 2 * patience_s)
+
+    def store_s(self, now_s: float) -> float | None:
+        """Return the time that a chunk from the store takes this rank. None: it is not known."""
+        return self._store.usual_s(now_s)
+
+    def slow_store_s(self, now_s: float) -> float | None:
+        """Return how long a chunk takes from a store that is far slower than this rank's. None: it is not known."""
+        usual_s = self._store.usual_s(now_s, needs_one=True)
+        return None if usual_s is None else max(LEAST_SLOW_S, SLOW_FOR * usual_s)
 
     def _usual_s(self, now_s: float) -> float | None:
         """Return the time that a chunk takes. None: nothing has come, so nobody is known to be faster."""
-        ages_s = [now_s - begun_s for begun_s in self._running.values()]
-        return max((median(times_s) for times_s in (*self._took_s.values(), ages_s) if times_s), default=None)
+        store_s, took_s = self._store.usual_s(now_s), self._took_s
+        return max(store_s or 0.0, median(took_s)) if took_s else store_s
 
 
 class Hedges:

@@ -21,6 +21,8 @@ DIGEST_HEADER = "X-Longshore-Digest"  # of a chunk without a published one, in h
 PASSED_HASH = "xxh3_128"  # its algorithm: it is for accidents, since nodes of a load trust each other
 ASKER_HEADER = "X-Longshore-Asker"  # id of the node that asks
 LEFT_HEADER = "X-Longshore-Left"  # `Asker.share_left`, 0.0 to 1.0
+SLOW_STORE_HEADER = "X-Longshore-Slow-Store"  # `Asker.slow_store_s`, in milliseconds
+HANDED_OVER_HEADER = "X-Longshore-Handed-Over"  # "1": `Asker.hands_over`
 CARRIER_HEADER = "X-Longshore-Carrier"  # "nixl": the receiver can use NIXL
 PLACE_HEADER = "X-Longshore-Place"  # address of the range, for NIXL
 WAIT_S = 5.0  # longest wait of one request for a chunk that is on its way to the node that was asked
@@ -47,6 +49,8 @@ class Asker:
 
     node_id: str
     share_left: float | None = None  # which part of what it needs is missing there; None: it waits for slow nodes too
+    slow_store_s: float | None = None  # a store that needs longer is far slower than its own; None: unknown
+    hands_over: bool = False  # it is to read the chunk from the store: this node does that instead
 
 
 class NoChunk(enum.Enum):
@@ -55,7 +59,7 @@ class NoChunk(enum.Enum):
     MISSING = 404  # it is not here, and does not come
     COMING = 425  # it is on its way to this node: the other waits, and asks again
     LATE = 504  # the same, and this node reads the store for it
-    TOO_SLOW = 503  # this node is far slower than others, who should leave it out
+    TOO_SLOW = 503  # this node, or the store for it, is far slower than for others, who should leave it out
 
 
 def chunk_path(load_id: str, chunk: int) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hmac
 import io
 import logging
@@ -33,6 +34,8 @@ import select
 import socket
 import socketserver
 import struct
+import sys
+import termios
 import threading
 import time
 from collections import deque
@@ -47,11 +50,13 @@ from storage.peers import (
     ASKER_HEADER,
     CARRIER_HEADER,
     DIGEST_HEADER,
+    HANDED_OVER_HEADER,
     LEFT_HEADER,
     NODE_HEADER,
     PATIENCE_S,
     PLACE_HEADER,
     REALM,
+    SLOW_STORE_HEADER,
     WAIT_S,
     Asker,
     NoChunk,
@@ -70,9 +75,12 @@ IDLE_S = 60.0  # a connection without a request is closed; receivers keep theirs
 SENDING = 8  # connections that send at one time: with fewer, slow receivers keep the link from others
 TURN_S = 20.0  # longest wait for a turn: receivers that have stopped must not keep the others waiting
 PIECE_BYTES = 1 << 20  # between two looks at the rate; less where the rate is low
+LOOK_S = 0.5  # between two looks at a receiver that takes nothing
+FRESH_S = 1.0  # a node proves itself within this. A connection that has not is closed first when there are too many
 PROGRESS_MS = 1  # between two calls of NIXL while a receiver READs
 _PATH = re.compile(r"/chunks/([A-Za-z0-9._-]{1,128})/(\d{1,9})")
 _LEFT = re.compile(r"[01]\.\d{1,9}")
+_MILLISECONDS = re.compile(r"\d{1,9}")
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 
 
@@ -123,6 +131,39 @@ class Rate:
             self._free_s = starts_s + size_bytes / self._bytes_per_s
         if starts_s > now_s:
             time.sleep(starts_s - now_s)
+
+
+class Sending:
+    """A body on its way to a receiver, and its part in the node's pace.
+
+    The time counts in which the receiver takes something. One that has died does not make this node a slow one.
+    """
+
+    def __init__(self, pace: Pace, connection: socket.socket) -> None:
+        self._pace, self._connection = pace, connection
+        self._waiting_bytes = 0  # that the kernel has, and the receiver does not
+        self._stands_still = False
+        pace.begin(time.monotonic())
+
+    def look(self, sent_bytes: int = 0) -> None:
+        """Find out whether the receiver takes anything. `sent_bytes`: what the kernel has got since the last look."""
+        before_bytes = self._waiting_bytes + sent_bytes
+        self._waiting_bytes = _waiting_bytes(self._connection)
+        stands_still = not sent_bytes and self._waiting_bytes >= before_bytes
+        if stands_still != self._stands_still:
+            self._stands_still = stands_still
+            (self._pace.pause if stands_still else self._pace.go_on)(time.monotonic())
+
+    def end(self, size_bytes: int) -> None:
+        """It is over. `size_bytes`: what the receiver has."""
+        if self._stands_still:
+            self._pace.go_on(time.monotonic())
+        self._pace.end(time.monotonic(), size_bytes)
+
+
+def _waiting_bytes(connection: socket.socket) -> int:
+    """Return the bytes that the kernel has for the connection, and that the receiver has not confirmed."""
+    return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0" * 4), sys.byteorder)
 
 
 class Turns:
@@ -189,7 +230,8 @@ class ChunkServer:
         Args:
             host: Address to listen at: that of the cluster's network, so that nobody else can connect.
             port: 0 for any that is free.
-            most_connections: Further ones are closed at once.
+            most_connections: For a further one, that is closed which has been without a request for longest. Without
+                any, the further one is closed at once.
             rate_bytes_per_s: Limit of what is sent, all connections together. 0: none.
             patience_s: A receiver that takes no byte, or does not say that it has all, is given up after this.
             window: What receivers may READ by NIXL. None: they get bytes.
@@ -259,6 +301,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.open: set[socket.socket] = set()
         self._handlers: set[threading.Thread] = set()
         self._due: dict[socket.socket, float] = {}  # connections from which something must come, and until when
+        self._idle: dict[socket.socket, None] = {}  # those that have proved something and ask for nothing, in order
         self.sent_bytes = 0
         self.lock = threading.Lock()
         self._ended = False
@@ -275,8 +318,8 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:
-            if len(self.open) >= self.most_connections and self._due:
-                self._cut(min(self._due, key=self._due.__getitem__))  # strangers keep no node out
+            if len(self.open) >= self.most_connections and (victim := self._dispensable()) is not None:
+                self._cut(victim)
             refused = self._ended or len(self.open) >= self.most_connections
             if not refused:
                 self.open.add(request)
@@ -296,9 +339,26 @@ class _Server(socketserver.ThreadingTCPServer):
         finally:
             self._handlers.discard(threading.current_thread())
 
+    def _dispensable(self) -> socket.socket | None:
+        """Return the connection to close when there are too many. None: all are in use.
+
+        Strangers keep no node out, and nodes that have nothing to ask now connect again.
+        """
+        first = min(self._due, key=self._due.__getitem__, default=None)
+        if first is not None and self._due[first] < time.monotonic() + HEAD_S - FRESH_S:
+            return first
+        return next(iter(self._idle), first)
+
+    def rests(self, connection: socket.socket) -> None:
+        """The connection has proved that it is a node's, and is without a request now."""
+        with self.lock:
+            if connection in self.open:
+                self._idle[connection] = None
+
     def expect(self, connection: socket.socket, until_s: float) -> None:
         """End the connection then, unless `came` is called before."""
         with self.lock:
+            self._idle.pop(connection, None)
             self._due[connection] = until_s
 
     def came(self, connection: socket.socket) -> None:
@@ -315,16 +375,19 @@ class _Server(socketserver.ThreadingTCPServer):
                 self._cut(connection)
 
     def _cut(self, connection: socket.socket) -> None:
-        """End a connection that is due. Its thread closes it."""
-        del self._due[connection]
-        self.open.discard(connection)
+        """End a connection that is due or idle. Its thread closes it."""
+        self._forget(connection)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
+    def _forget(self, connection: socket.socket) -> None:
+        self.open.discard(connection)
+        self._due.pop(connection, None)
+        self._idle.pop(connection, None)
+
     def shutdown_request(self, request: Any) -> None:
         with self.lock:
-            self.open.discard(request)
-            self._due.pop(request, None)
+            self._forget(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -360,8 +423,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(IDLE_S)
         self.nonce = secrets.token_hex(16)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_timer(self.connection, socket.SO_SNDTIMEO, self.server.patience_s)
+        set_timer(self.connection, socket.SO_SNDTIMEO, min(LOOK_S, self.server.patience_s))
         self.has_proved = False
+
+    def handle_one_request(self) -> None:
+        """Answer the next request. A connection that waits for one may be closed in favour of another."""
+        if self.has_proved and not self.close_connection:
+            self.server.rests(self.connection)
+        super().handle_one_request()
 
     def parse_request(self) -> bool:
         """Read the head of a request, whose first line is here."""
@@ -402,19 +471,22 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(found.value)
         else:
             received, wanted = False, ByteRange(int(asked[1]), max(int(asked[1]), int(asked[2]) + 1))
-            self.server.pace.begin(time.monotonic())
             try:
                 received = self._send(found, wanted)
             finally:
-                self.server.pace.end(time.monotonic(), wanted.size_bytes if received else 0)
                 if not received and self.close_connection:
                     self._reset()
                 found.release(received)
 
     def _take(self, load_id: str, chunk: int) -> ServedChunk | NoChunk:
         """Return the chunk, held, or why not. Waits for one that is on its way."""
-        left = self.headers.get(LEFT_HEADER, "")
-        asker = Asker(self.headers.get(ASKER_HEADER, ""), float(left) if _LEFT.fullmatch(left) else None)
+        left, slow_ms = self.headers.get(LEFT_HEADER, ""), self.headers.get(SLOW_STORE_HEADER, "")
+        asker = Asker(
+            self.headers.get(ASKER_HEADER, ""),
+            float(left) if _LEFT.fullmatch(left) else None,
+            int(slow_ms) / 1000 if _MILLISECONDS.fullmatch(slow_ms) else None,
+            self.headers.get(HANDED_OVER_HEADER) == "1",
+        )
         found: ServedChunk | NoChunk = NoChunk.MISSING
         for _ in range(int(WAIT_S / ALIVE_S)):
             try:
@@ -441,16 +513,30 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted.end > chunk.size_bytes or not wanted.size_bytes:
             self._refuse(416)
             return False
-        with self.server.turns.turn(self._say_alive):
-            if not (self._let_read(chunk, wanted) or self._send_bytes(chunk, wanted)):
-                return False
-        with self.server.lock:
-            self.server.sent_bytes += wanted.size_bytes
-        self.connection.settimeout(self.server.patience_s)
-        if self.rfile.readline(3) == b"\r\n":
-            self.close_connection = False
-            self.connection.settimeout(IDLE_S)
-        return not self.close_connection
+        sending = None
+        try:
+            with self.server.turns.turn(self._say_alive):
+                sending = Sending(self.server.pace, self.connection)
+                if not (self._let_read(chunk, wanted) or self._send_bytes(chunk, wanted, sending)):
+                    return False
+            with self.server.lock:
+                self.server.sent_bytes += wanted.size_bytes
+            self._wait_for_receipt(sending)
+            self.connection.settimeout(LOOK_S)
+            if self.rfile.readline(3) == b"\r\n":
+                self.close_connection = False
+                self.connection.settimeout(IDLE_S)
+            return not self.close_connection
+        finally:
+            if sending is not None:
+                sending.end(0 if self.close_connection else wanted.size_bytes)
+
+    def _wait_for_receipt(self, sending: Sending) -> None:
+        """Return when the receiver says something, or has said nothing for too long."""
+        said, give_up_s = select.poll(), time.monotonic() + self.server.patience_s
+        said.register(self.connection, select.POLLIN)
+        while (left_s := give_up_s - time.monotonic()) > 0 and not said.poll(1000 * min(LOOK_S, left_s)):
+            sending.look()
 
     def _let_read(self, chunk: ServedChunk, wanted: ByteRange) -> bool:
         """Name the range to a receiver that can READ it, and wait while it does. Return False if it needs bytes."""
@@ -474,7 +560,7 @@ class _Handler(BaseHTTPRequestHandler):
             window.progress()
         return True
 
-    def _send_bytes(self, chunk: ServedChunk, wanted: ByteRange) -> bool:
+    def _send_bytes(self, chunk: ServedChunk, wanted: ByteRange, sending: Sending) -> bool:
         """Return whether all bytes were sent. The connection is closed unless the receiver says that it has them."""
         self.send_response(206)
         self.send_header("Content-Length", str(wanted.size_bytes))
@@ -489,10 +575,19 @@ class _Handler(BaseHTTPRequestHandler):
         while at < end:
             size_bytes = min(self.server.rate.piece_bytes, end - at)
             self.server.rate.wait_for(size_bytes)
+            takes_s = time.monotonic()  # when it took something last
             while size_bytes:
-                sent_bytes = os.sendfile(self.connection.fileno(), chunk.descriptor, at, size_bytes)
+                try:
+                    sent_bytes = os.sendfile(self.connection.fileno(), chunk.descriptor, at, size_bytes)
+                except BlockingIOError:  # it takes nothing now
+                    if time.monotonic() - takes_s >= self.server.patience_s:
+                        raise
+                    sending.look()
+                    continue
                 if not sent_bytes:
                     return False  # the file was cut short
+                takes_s = time.monotonic()
+                sending.look(sent_bytes)
                 at, size_bytes = at + sent_bytes, size_bytes - sent_bytes
         return True
 
@@ -500,8 +595,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Close the connection so that the kernel sends nothing more of a slot that may have another chunk soon."""
         with self.server.lock, contextlib.suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.server.open.discard(self.connection)
-            self.server._due.pop(self.connection, None)
+            self.server._forget(self.connection)
             os.close(self.connection.detach())
 
     def _send_digest(self, chunk: ServedChunk) -> None:

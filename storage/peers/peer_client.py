@@ -26,6 +26,7 @@ from storage.peers import (
     ASKER_HEADER,
     CARRIER_HEADER,
     DIGEST_HEADER,
+    HANDED_OVER_HEADER,
     LEFT_HEADER,
     NODE_HEADER,
     PASSED_HASH,
@@ -33,6 +34,8 @@ from storage.peers import (
     PLACE_HEADER,
     READ_TIMEOUT_S,
     REALM,
+    SLOW_STORE_HEADER,
+    Asker,
     Peer,
     chunk_path,
     proof,
@@ -108,6 +111,18 @@ class Pace:
             if self._busy_s > _REMEMBERS_S:
                 self._bytes, self._busy_s = self._bytes / 2, self._busy_s / 2
 
+    def pause(self, now_s: float) -> None:
+        """A body does not come, and its time does not count until it goes on."""
+        with self._lock:
+            self._look(now_s)
+            self._bodies -= 1
+
+    def go_on(self, now_s: float) -> None:
+        """A body comes again after a pause."""
+        with self._lock:
+            self._look(now_s)
+            self._bodies += 1
+
     def is_slow(self, came_bytes: int, took_s: float) -> bool:
         """Return whether a body of which so much came in that time is far slower than the others."""
         if took_s <= GRACE_S:
@@ -139,8 +154,7 @@ class PeerClient:
             read_timeout_s: A peer that sends no byte for this long is given up. One that lives sends some each second.
             nixl: READs from peers that let it. None: all send bytes.
         """
-        self.share_left: float | None = None  # see `Asker`
-        self._asker = asker
+        self._asker = Asker(asker)
         self._nixl = nixl
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
@@ -158,6 +172,7 @@ class PeerClient:
         byte_range: ByteRange,
         pieces: Iterable[memoryview],
         *,
+        asker: Asker | None = None,
         limit: ReadLimit | None = None,
         passed: Callable[[bytes], object] = lambda _: None,
     ) -> None:
@@ -168,6 +183,7 @@ class PeerClient:
             key: The load's key.
             byte_range: Within the chunk. Not empty.
             pieces: Together as long as the range.
+            asker: This node, with more about it. None: only its id.
             limit: Ends the read from another thread.
             passed: Called before the first byte with the digest that the peer passes on; empty: none.
 
@@ -184,7 +200,7 @@ class PeerClient:
         path = chunk_path(load_id, chunk)
         try:
             nixl = self._nixl if self._nixl is not None and self._nixl.can_read(peer) else None
-            about = limit, received, where
+            about = limit, received, where, _headers(asker or self._asker)
             left = self._read(peer, path, key, byte_range, pieces, *about, nixl, passed)
             if left is not None:
                 rest = ByteRange(byte_range.start + received.bytes, byte_range.end)
@@ -203,9 +219,9 @@ class PeerClient:
         """Close every idle connection, and the others after their read. Idempotent."""
         self._idle.close()
 
-    def chunk(self, peer: Peer, load_id: str, key: bytes, chunk: int, start: int) -> PeerChunk:
+    def chunk(self, peer: Peer, load_id: str, key: bytes, chunk: int, start: int, asker: Asker) -> PeerChunk:
         """Return a chunk of another node, to be read by its place in the stored object, where it begins at `start`."""
-        return PeerChunk(self, peer, load_id, key, chunk, start)
+        return PeerChunk(self, peer, load_id, key, chunk, start, asker)
 
     def _read(
         self,
@@ -217,11 +233,14 @@ class PeerClient:
         limit: ReadLimit,
         received: Received,
         where: dict[str, Any],
+        headers: dict[str, str],
         nixl: NixlReader | None,
         passed: Callable[[bytes], object],
     ) -> Iterable[memoryview] | None:
         """Return the pieces that are still to be read, as bytes, if `nixl` failed. Otherwise all is there."""
-        connection, response = self._request(peer, path, key, byte_range, limit, by_nixl=nixl is not None)
+        if nixl is not None:
+            headers = {**headers, CARRIER_HEADER: "nixl"}
+        connection, response = self._request(peer, path, key, byte_range, limit, headers)
         keep = False
         try:
             digest = response.getheader(DIGEST_HEADER, "")
@@ -260,38 +279,35 @@ class PeerClient:
         return False
 
     def _request(
-        self, peer: Peer, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit, *, by_nixl: bool
+        self, peer: Peer, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit, about: dict[str, str]
     ) -> tuple[_Connection, http.client.HTTPResponse]:
         """Send the request, and return its answer. The connection is closed on every error."""
         connection = self._idle.take(peer)
         if connection is not None:
             try:
-                return connection, self._exchange(connection, path, key, byte_range, limit, by_nixl)
+                return connection, self._exchange(connection, path, key, byte_range, limit, about)
             except (ConnectionResetError, BrokenPipeError, http.client.RemoteDisconnected):
                 pass  # it was closed while it was idle
         connection = self._connect(peer, limit)
-        response = self._exchange(connection, path, key, byte_range, limit, by_nixl)
+        response = self._exchange(connection, path, key, byte_range, limit, about)
         nonce = _nonce_in(response)
         if not nonce:
             return connection, response
         response.read()
         connection.nonce = nonce
-        return connection, self._exchange(connection, path, key, byte_range, limit, by_nixl)
+        return connection, self._exchange(connection, path, key, byte_range, limit, about)
 
     def _exchange(
-        self, connection: _Connection, path: str, key: bytes, byte_range: ByteRange, limit: ReadLimit, by_nixl: bool
+        self,
+        connection: _Connection,
+        path: str,
+        key: bytes,
+        byte_range: ByteRange,
+        limit: ReadLimit,
+        about: dict[str, str],
     ) -> http.client.HTTPResponse:
         range_header = byte_range.http_header()
-        headers = {
-            "Host": str(connection.peer),
-            "Range": range_header,
-            NODE_HEADER: connection.peer.node,
-            ASKER_HEADER: self._asker,
-        }
-        if by_nixl:
-            headers[CARRIER_HEADER] = "nixl"
-        if self.share_left is not None:
-            headers[LEFT_HEADER] = f"{self.share_left:.6f}"
+        headers = {"Host": str(connection.peer), "Range": range_header, NODE_HEADER: connection.peer.node, **about}
         if connection.nonce:
             headers["Authorization"] = f"{REALM} {proof(key, connection.nonce, path, range_header)}"
         return send_get(connection.http, path, headers, limit)[1]
@@ -321,6 +337,7 @@ class PeerChunk:
     key: bytes = field(repr=False)  # the load's
     chunk: int
     start: int  # of the chunk in the object
+    asker: Asker
     digest: bytes = b""  # that the peer passed on
 
     def read_pieces(
@@ -334,11 +351,24 @@ class PeerChunk:
     ) -> str | None:
         """See `ReadsPieces`. Raises as `PeerClient.read` does."""
         inside = ByteRange(byte_range.start - self.start, byte_range.end - self.start)
-        self.client.read(self.peer, self.load_id, self.chunk, self.key, inside, pieces, limit=limit, passed=self._pass)
+        about = self.peer, self.load_id, self.chunk, self.key, inside, pieces
+        self.client.read(*about, asker=self.asker, limit=limit, passed=self._pass)
         return None
 
     def _pass(self, digest: bytes) -> None:
         self.digest = digest
+
+
+def _headers(asker: Asker) -> dict[str, str]:
+    """Return the headers that say who asks."""
+    headers = {ASKER_HEADER: asker.node_id}
+    if asker.share_left is not None:
+        headers[LEFT_HEADER] = f"{asker.share_left:.6f}"
+    if asker.slow_store_s is not None:
+        headers[SLOW_STORE_HEADER] = str(min(999_999_999, round(asker.slow_store_s * 1000)))
+    if asker.hands_over:
+        headers[HANDED_OVER_HEADER] = "1"
+    return headers
 
 
 def serves_chunks(host: str, port: int, timeout_s: float) -> bool:

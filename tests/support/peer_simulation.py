@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from actors.node.node_load import NodeLoad
+from actors.rank.chunk_fetcher import next_source
 from actors.rank.state import FetchedChunk
 from cluster.messages import PEER_READ, Commit, LeaseOrder, NodePeer, Orders, PeerSource, RankHello, RankUpdate
-from cluster.scheduling.concurrency import LEAST_PATIENCE_S
+from cluster.scheduling.concurrency import LEAST_PATIENCE_S, SLOW_FOR
 from storage.arena.slots import CachedChunk
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
@@ -35,10 +36,19 @@ class Request:
     """A chunk that a rank reads from another node, on a connection of its own."""
 
     def __init__(
-        self, rank: PeerRank, server: ServingNode, source: PeerSource, chunk: int, share_left: float | None
+        self,
+        rank: PeerRank,
+        server: ServingNode,
+        source: PeerSource,
+        chunk: int,
+        share_left: float | None,
+        *,
+        hands_over: bool,
     ) -> None:
         self.rank, self.server, self.peer, self.chunk = rank, server, source.peer, chunk
-        self.load_id, self.asker = source.load_id, Asker(rank.node.node_id, share_left)
+        self.load_id = source.load_id
+        slow_store_s = None if rank.node.store_s is None else SLOW_FOR * rank.node.store_s
+        self.asker = Asker(rank.node.node_id, share_left, slow_store_s, hands_over)
         self.begun_s = rank.node.now_s
         self.reader = f"peer-{next(server.pids)}"
         self.accepted = False  # the server answers it
@@ -121,6 +131,12 @@ class PeerRank(SimRank):
                 asking.request.closed = True
         self.asking.clear()
 
+    def exchange(
+        self, fate: str = "arrives", want: int | None = 3, wait: bool = False, *, cancel: bool = False
+    ) -> None:
+        self.state.store_takes(self.node.store_s)
+        super().exchange(fate, want, wait, cancel=cancel)
+
     def drain(self) -> None:
         self._hurries = True
         super().drain()
@@ -138,7 +154,8 @@ class PeerRank(SimRank):
         if asking.request is None:
             source = lease.peers[asking.at]
             server = self.node.server(source.peer)
-            asking.request = Request(self, server, source, lease.chunk, lease.share_left)
+            about = self, server, source, lease.chunk, lease.share_left
+            asking.request = Request(*about, hands_over=lease.hands_over)
         found = asking.request.outcome(acknowledged=acknowledged)
         if found == "arrived":
             asking.arrived = True
@@ -156,7 +173,7 @@ class PeerRank(SimRank):
             asking.missing += 1
         else:
             asking.failed += (asking.at,)
-        asking.at += 1
+        asking.at = next_source(lease, asking.at, "peer_without_chunk" if found == "missing" else "")
         if asking.at == len(lease.peers):
             self.state.turns_to_store(lease.lease_id, self.node.now_s)
         return False
@@ -177,6 +194,7 @@ class ServingNode(NodeSimulation):
 
     node_id: str
     flips = False  # every chunk that it sends is damaged on its way
+    store_s: float | None = None  # that a chunk from the store takes it; None: it does not know
 
     def __init__(self, slot_count: int, *, seed: int = 0, hedge_after_s: float = 0.0, kept_slots: int = 0) -> None:
         super().__init__(slot_count, seed=seed, hedge_after_s=hedge_after_s, kept_slots=kept_slots)
@@ -252,6 +270,11 @@ class ServingNode(NodeSimulation):
         elif found is not NoChunk.COMING or self.now_s - request.begun_s > LEAST_PATIENCE_S:
             request.refused = found
             self.requests.remove(request)
+
+    def has_handed_over(self, chunk: int) -> bool:
+        """Return whether other nodes read the chunk from the store in place of this one."""
+        exchanges = (load.peers for load in self.ledger._loads.values() if load.peers is not None)
+        return any(peers._queue.knows(chunk) and peers._has_handed_over(chunk) for peers in exchanges)
 
     def serve_all(self) -> None:
         for request in list(self.requests):
@@ -503,8 +526,15 @@ class PeerSimulation:
                 return
 
     def check_no_circle(self) -> None:
-        """Check that no nodes wait in a circle for one chunk."""
-        waits = {(request.rank.node, request.chunk): request.server for request in self.requests if not request.cached}
+        """Check that no nodes wait in a circle for one chunk.
+
+        A request for a chunk that was handed over is refused as soon as its server looks at it.
+        """
+        waits = {
+            (request.rank.node, request.chunk): request.server
+            for request in self.requests
+            if not (request.cached or request.server.has_handed_over(request.chunk))
+        }
         for node, chunk in waits:
             at: ServingNode | None = node
             for _ in self.nodes:

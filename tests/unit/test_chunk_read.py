@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.rank import chunk_fetcher
-from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk, StageClock
+from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk, StageClock, next_source
 from cluster.messages import PEER_READ, LeaseOrder, PeerSource
 from cluster.planning.packed_plan import SharedTables
 from storage.checkpoints.model_index import ChunkTable, Shard
@@ -170,11 +170,14 @@ def test_a_file_truncated_in_the_middle_of_a_chunk_fails_it(
     assert memory[PIECE_BYTES + 7 :] == b"\xaa" * (SIZE_BYTES - PIECE_BYTES - 7)
 
 
-@pytest.mark.parametrize(("status", "cause"), [(425, "peer_waits"), (504, "peer_late")])
+@pytest.mark.parametrize(("status", "cause", "times"), [(425, "peer_waits", 8), (504, "peer_late", 4)])
 def test_a_node_that_waits_for_the_store_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, status: int, cause: str
+    monkeypatch: pytest.MonkeyPatch, status: int, cause: str, times: int
 ) -> None:
-    """The rank asks for four times as long as a chunk takes, and leaves the store its time in each lease."""
+    """The rank asks for four times as long as a chunk takes, and leaves the store its time in each lease.
+
+    It asks twice as long a node that waits for a third one.
+    """
     begun_s, asked, comes_at = time.monotonic(), 0, 3
 
     def read(*about: Any, **_: Any) -> None:
@@ -204,11 +207,22 @@ def test_a_node_that_waits_for_the_store_is_asked_again(
         # It took 15 s. Each lease is returned after a third of its 60 s.
         assert fetch_once("returned") == fetch_once("returned") == FetchedChunk("returned")
         assert asked == 3 + 2 * 20 / 5
-        last = fetch_once("last")
-        assert last.commit is not None
+        while (last := fetch_once("last")).commit is None:
+            assert last == FetchedChunk("last")
         assert (last.commit.source, last.retries) == ("", {cause: 1})
         assert last.commit.failed_peers == (() if cause == "peer_waits" else (0,))
-        assert asked == 3 + 4 * 15 / 5
+        assert asked == 3 + times * 15 / 5
+
+
+def test_the_next_home_is_asked_only_if_the_home_cannot_read() -> None:
+    """A home without the chunk had it, and nobody reads it in its place."""
+    peers = [Peer("10.0.0.1", 1, f"{at}") for at in range(3)]
+    sources = tuple(PeerSource(peer, "llama", b"key", in_place=at == 2) for at, peer in enumerate(peers))
+    lease = LeaseOrder("lease", 0, 0, 60.0, peers=sources)
+    assert next_source(lease, 0, "peer_without_chunk") == 1
+    assert next_source(lease, 1, "peer_without_chunk") == 3
+    assert next_source(lease, 1, "peer_slow") == 2
+    assert next_source(lease, 2, "peer_slow") == 3
 
 
 @pytest.mark.parametrize("arrived_bytes", [0, 12_345])

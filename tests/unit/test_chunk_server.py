@@ -98,9 +98,10 @@ def read(
     chunk: int = 1,
     key: bytes = KEY,
     limit: ReadLimit | None = None,
+    asker: Asker | None = None,
 ) -> bytes:
     buffer = bytearray(byte_range.size_bytes)
-    client.read(peer, load_id, chunk, key, byte_range, cut(memoryview(buffer)), limit=limit)
+    client.read(peer, load_id, chunk, key, byte_range, cut(memoryview(buffer)), asker=asker, limit=limit)
     return bytes(buffer)
 
 
@@ -334,18 +335,17 @@ def test_a_read_that_waits_is_ended(server: ChunkServer, client: PeerClient, she
 
 def test_a_peer_that_lives_is_waited_for(server: ChunkServer, shelf: Shelf, monkeypatch: pytest.MonkeyPatch):
     """It says so, however long its chunk takes. One that says nothing is given up."""
-    client = PeerClient("asker", read_timeout_s=0.5)
-    client.share_left = 0.25
+    client, asker = PeerClient("asker", read_timeout_s=0.5), Asker("asker", 0.25, 15.5, hands_over=True)
     shelf.waits.clear()
     with pytest.raises(PeerUnavailable, match="did not send"):
-        read(client, peer_of(server))
+        read(client, peer_of(server), asker=asker)
     client._avoid.clear()
     shelf.askers.clear()
     monkeypatch.setattr(chunk_server, "ALIVE_S", 0.1)
     threading.Timer(1.5, shelf.waits.set).start()
-    assert read(client, peer_of(server)) == shelf.data
+    assert read(client, peer_of(server), asker=asker) == shelf.data
     assert shelf.askers
-    assert set(shelf.askers) == {Asker("asker", 0.25)}
+    assert set(shelf.askers) == {asker}
     client.close()
 
 
@@ -361,19 +361,69 @@ def test_a_server_that_ends_ends_its_readers(shelf: Shelf, client: PeerClient):
     server.close()
 
 
-def test_too_many_connections_are_closed(shelf: Shelf):
+def test_too_many_connections_in_use_are_closed(shelf: Shelf):
     server = ChunkServer(shelf, "127.0.0.1", 0, most_connections=2)
     clients = [PeerClient(f"asker-{at}") for at in range(3)]
-    for client in clients[:2]:
-        assert read(client, peer_of(server)) == shelf.data
-    with socket.create_connection(("127.0.0.1", server.port)) as third:
+    shelf.waits.clear()
+    threads = [threading.Thread(target=read, args=(client, peer_of(server))) for client in clients[:2]]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: {asker.node_id for asker in shelf.askers} == {"asker-0", "asker-1"}, "they do not wait")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as third:
         assert third.recv(1) == b""
+    shelf.waits.set()
+    for thread in threads:
+        thread.join()
     for client in clients[:2]:
         assert read(client, peer_of(server)) == shelf.data
         client.close()
     eventually(lambda: server.connections == 0, "closed connections count")
     assert read(clients[2], peer_of(server)) == shelf.data
     clients[2].close()
+    server.close()
+
+
+def test_the_node_that_was_idle_longest_makes_room_for_another(shelf: Shelf):
+    """There are more nodes than connections. All are served, and connect again without taking the peer for gone."""
+    server = ChunkServer(shelf, "127.0.0.1", 0, most_connections=2)
+    clients = [PeerClient(f"asker-{at}") for at in range(4)]
+    idle = server._server._idle
+
+    def read_with(client: PeerClient) -> socket.socket:
+        """Return the server's end of the connection that it has used."""
+        assert read(client, peer_of(server), ByteRange(0, 1)) == shelf.data[:1]
+        eventually(lambda: server.connections == len(idle), "the connection is in use")
+        return list(idle)[-1]
+
+    first, second = (read_with(client) for client in clients[:2])
+    assert read_with(clients[0]) is first
+    third = read_with(clients[2])  # in place of the second
+    assert list(idle) == [first, third]
+    for client in clients * 2:
+        read_with(client)
+    assert second not in idle
+    assert not any(client._avoid for client in clients)
+    for client in clients:
+        client.close()
+    server.close()
+
+
+def test_a_receiver_that_has_died_does_not_slow_its_sender(
+    shelf: Shelf, client: PeerClient, monkeypatch: pytest.MonkeyPatch
+):
+    """In the next load the node would only receive."""
+    monkeypatch.setattr(chunk_server, "LOOK_S", 0.02)
+    part = ByteRange(0, 1 << 16)
+    server = ChunkServer(shelf, "127.0.0.1", 0, rate_bytes_per_s=1e6, patience_s=4.0)
+    for _ in range(ENOUGH_BODIES):
+        read(client, peer_of(server), part)
+    eventually(lambda: server.bytes_per_s, "it knows no rate")
+    before_bytes_per_s = server.bytes_per_s
+    asking = Asking(server)
+    with asking.sock:
+        assert asking.ask().startswith("HTTP/1.1 206")  # and it never says that it has the bytes
+        eventually(lambda: shelf.held == 0, "the chunk stays held", timeout_s=20)
+    assert server.bytes_per_s > before_bytes_per_s / 2
     server.close()
 
 

@@ -18,8 +18,10 @@ from actors.node.peer_exchange import (
     PeerExchange,
 )
 from actors.node.peer_routes import PeerRoutes
-from bench.sim_peers import ReplicaTables
+from bench.sim_node import Rates
+from bench.sim_peers import Cluster, ReplicaTables
 from cluster.messages import Commit, Members, NodePeer, PeerSource, credited
+from cluster.scheduling.concurrency import KNOWN_S, LEAST_SLOW_S, MOST_ASKED, PeerPatience, SlowStore
 from cluster.scheduling.lease_queue import LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import CachedChunk
@@ -149,6 +151,77 @@ def test_a_node_that_catches_up_is_waited_for(node: Node) -> None:
     assert node.take(node.to_come(), Asker("node-1", 1 - 3 * PAUSE / CHUNKS)) is NoChunk.COMING
     node.get(CATCH_UP)
     assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING  # the count begins anew
+
+
+def test_a_home_whose_store_alone_is_slow_hands_its_chunks_over(node: Node) -> None:
+    exchange, asker = node.exchange, Asker("node-1", 1.0, slow_store_s=15.0)
+    chunk = next(chunk for chunk in node.for_others if not node.routes.sources(chunk))
+    node.queue.leased(chunk, 0)
+    assert exchange.leased("first", chunk, from_peers=True) == ((), True, False)
+    exchange.slow_store.reported(0, 14.0)
+    assert node.take(chunk, asker) is NoChunk.COMING
+    assert exchange.reads_store(chunk)
+    assert not exchange.hands_over("first")
+    exchange.slow_store.reported(0, 16.0)
+    assert exchange.hands_over("first")
+    assert node.take(chunk, asker) is NoChunk.COMING  # until the lease is back
+    node.queue.requeue(chunk, None, "")
+    assert exchange.forget(())
+    assert node.take(chunk, asker) is NoChunk.TOO_SLOW
+    node.queue.leased(chunk, 0)
+    heirs, feeds, hands_over = exchange.leased("second", chunk, from_peers=True)
+    assert (list(heirs), feeds, hands_over) == (node.routes.heirs(chunk), False, True)
+    assert chunk in exchange.take_news()  # those that wait here are refused
+    exchange.slow_store.reported(0, None)
+    assert node.take(chunk, asker) is NoChunk.TOO_SLOW  # as long as this node waits for others
+    node.queue.requeue(chunk, None, "")
+    exchange.forget(())
+    assert node.take(chunk, asker) is NoChunk.COMING
+
+
+def test_leases_that_brought_nothing_are_forgotten() -> None:
+    rates = Rates(nic_bytes_s=1e9, store_bytes_s=1e9, latency_s=20.0, arena_slots=64, threads=16)
+    cluster = Cluster(ReplicaTables.of_size(40, CHUNK_BYTES), rates, [(1.0, 1.0)] * 4, 60.0)
+    cluster.run(1000.0)  # leases are returned every 20 s
+    for each in cluster.nodes:
+        each.tick()
+        (load,) = each.ledger._parts("load")
+        assert isinstance(load.peers, PeerExchange)
+        assert not load.peers._leases
+
+
+def test_a_rank_remembers_a_bounded_number_of_chunks_that_it_asked_for() -> None:
+    patience = PeerPatience()
+    for chunk in range(2 * MOST_ASKED):
+        patience.asked(chunk, "node", float(chunk))
+    assert len(patience._asked) == MOST_ASKED
+    last = 2 * MOST_ASKED - 1
+    assert patience.waits_on(last, "node", "peer_late", last + 1.0)
+    assert not patience.waits_on(0, "node", "peer_late", last + 1.0)
+
+
+def test_a_store_is_slow_only_beside_a_faster_one() -> None:
+    slow, fast = PeerPatience(), PeerPatience()
+    for number in range(4):
+        fast.reads_store(f"{number}", 0.0)
+        slow.reads_store(f"{number}", 0.0)
+    assert fast.slow_store_s(10.0) is None  # nothing has come
+    for number in range(3):
+        fast.ended(f"{number}", number, 2.0, came=True)
+    store = SlowStore()
+    store.heard("node-1", fast.slow_store_s(2.0))
+    for now_s, is_slow in ((2.0, False), (LEAST_SLOW_S, False), (LEAST_SLOW_S + 1, True)):
+        store.reported(0, slow.store_s(now_s))
+        assert store.is_slow == is_slow
+    store.reported(1, 2.0)  # another rank of the node
+    assert not store.is_slow
+    store.reported(1, None)
+    slow.ended("0", 0, 20.0, came=False)  # it was taken back, and would have taken longer
+    for number in range(1, 4):
+        slow.ended(f"{number}", number, 20.0, came=False)
+    assert slow.store_s(21.0) == 20.0
+    assert slow.store_s(20.0 + KNOWN_S) is None
+    assert PeerPatience().slow_store_s(0.0) is None
 
 
 def test_a_node_that_has_not_begun_is_waited_for_longer(node: Node) -> None:

@@ -204,6 +204,11 @@ class PeerMachine(RuleBasedStateMachine):
     def node_sends_other_bytes(self, index: int, flips: bool) -> None:
         self._node(index).flips = flips
 
+    @rule(index=st.integers(0, 5), seconds=st.sampled_from([None, 0.1, 100.0]))
+    def store_takes_a_node_so_long(self, index: int, seconds: float | None) -> None:
+        """Those for which it is slow hand their chunks over, one or all of them."""
+        self._node(index).store_s = seconds
+
     @rule(index=st.integers(0, 5))
     def load_ends_on_one_node(self, index: int) -> None:
         for load in self._node(index).loads.values():

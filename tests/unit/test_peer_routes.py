@@ -101,6 +101,48 @@ def test_whatever_nodes_leave_out_they_never_wait_in_a_circle(count: int, chunk:
         assert len(routes[node].sources(chunk)) <= MOST_SOURCES
 
 
+@given(st.integers(2, 12), st.integers(0, 1000), st.randoms(use_true_random=False))
+def test_nodes_that_hand_a_chunk_over_are_in_no_circle(count: int, chunk: int, chance: object):
+    """Whatever nodes leave out, and whoever hands over: they ask others, and refuse the chunk to all."""
+    nodes = nodes_of(count)
+    routes = routes_of(nodes, tables_of({rank: range(1001) for rank in range(count)}, chunks=1001))
+    for each in routes.values():
+        for node in nodes:
+            if chance.random() < 0.3:  # type: ignore[attr-defined]
+                each.leave_out(source_of(node), 1.0)
+    heirs = {node: routes[node].heirs(chunk) for node in routes if chance.random() < 0.5}  # type: ignore[attr-defined]
+    refuse = {node for node, found in heirs.items() if found}
+    first: dict[str, str | None] = {}
+    for node, each in routes.items():
+        asked = [node_at(source) for source in heirs.get(node) or each.sources(chunk)]
+        assert node not in asked
+        first[node] = next((other for other in asked if other not in refuse), None)
+    assert reach_the_store(first)
+
+
+@pytest.mark.parametrize("count", [2, 5, 20])
+def test_one_node_reads_the_store_in_place_of_a_home(count: int):
+    """All others ask it after the home, and so does a home that hands the chunk over. It keeps the chunk for them."""
+    nodes = nodes_of(count)
+    routes = routes_of(nodes, tables_of({rank: range(20) for rank in range(count)}, chunks=20))
+    for chunk in range(20):
+        asked = {node: [node_at(source) for source in each.sources(chunk)] for node, each in routes.items()}
+        home = next(node for node, found in asked.items() if not found)
+        heir = node_at(routes[home].heirs(chunk)[0])
+        assert asked[heir] == [home]
+        for node, found in asked.items():
+            if node not in (home, heir) and found[0] == home:
+                assert found[1] == heir
+                assert [source.in_place for source in routes[node].sources(chunk)] == [False, True]
+        assert not routes[heir].may_wait(home, chunk)
+        assert routes[heir].may_wait(home, chunk, hands_over=True)
+        children = {node for node, found in asked.items() if found[:1] == [home]} - {heir}
+        routes[heir].asked_by(home, chunk, 0.0, hands_over=True)
+        assert routes[heir].askers(chunk) >= children | {home}
+        routes[heir].forget(100.0)
+        assert home not in routes[heir].askers(chunk)
+
+
 @pytest.mark.parametrize("gone", range(7))
 def test_what_a_lost_node_would_have_sent_comes_from_the_next_one(gone: int):
     tables = tables_of({rank: range(CHUNKS) for rank in range(7)})
