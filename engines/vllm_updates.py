@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.reader.open_model import safe_open
@@ -37,6 +36,18 @@ _LOG = logging.getLogger("vllm.longshore")
 _OPTIONS = {"endpoint_url", "region", "profile", "anonymous"}
 # Methods whose packing is repeated in place, or that pack nothing. All others are refused.
 REPEATABLE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+# Layers that only set scales, which do not come from weights. StaticSinkAttention keeps what was made from weights.
+UNPACKED_ATTENTION = (
+    "Attention",
+    "ChunkedLocalAttention",
+    "CrossAttention",
+    "EncoderOnlyAttention",
+    "MMEncoderAttention",
+    "PrefillPrefixLMAttention",
+    "RSWAAttention",
+    "WhisperCausalAttentionWithBlockPooling",
+    "WhisperEncoderAttention",
+)
 
 
 @dataclass
@@ -116,16 +127,20 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             options |= {**group, "group": f"{group['group']} update {self._updates}"}
         uri = info.uri or resident.uri
         with every_core(os.environ), safe_open(uri, **options) as opened:
-            resident.check_updatable(opened.index, lambda module: _unknown_packing(self.model, module))
+            resident.check_updatable(opened.index, _unknown_packing)
             yield Update(resident, opened, uri, self.model.load_weights, pack, info.streaming)
 
 
-def _unknown_packing(model: torch.nn.Module, module: torch.nn.Module) -> bool:
+def _unknown_packing(module: torch.nn.Module) -> bool:
     """Return whether vLLM changes weights of this module after it was filled, in a way that is not repeated here."""
     method = getattr(module, "quant_method", None)
     if method is not None:
         return type(method).__name__ not in REPEATABLE
-    return hasattr(module, "process_weights_after_loading") and type(module) is not Attention
+    if not hasattr(module, "process_weights_after_loading"):
+        return False
+    # A backend may keep a copy of the sinks in float32.
+    sinks = getattr(getattr(module, "impl", None), "sinks", None)
+    return type(module).__name__ not in UNPACKED_ATTENTION or sinks is not None
 
 
 def update(

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 import threading
 import time
 import urllib.error
@@ -30,11 +31,12 @@ OPTIONS = {
     "weight_transfer_config": {"backend": "longshore"},
     "tensor_parallel_size": 2,
     "enforce_eager": True,
-    "max_model_len": 64,
+    "max_model_len": 128,
+    "block_size": 32,
     "dtype": "float32",
     "kv_cache_memory_bytes": 64 << 20,
 }
-PROMPT = tuple(range(10, 50))  # more than a block of the prefix cache
+PROMPT = tuple(range(10, 110))  # three blocks of the prefix cache, and a part
 
 
 class Session:
@@ -42,6 +44,7 @@ class Session:
 
     def __init__(self, python: Path, options: dict[str, Any], variables: dict[str, str], log: Path) -> None:
         self._log = log
+        self.cached = 0
         self.said = ""  # vLLM's log, which it writes where the answers are
         with log.open("w") as errors:
             self._process = subprocess.Popen(
@@ -63,6 +66,12 @@ class Session:
         self._process.stdin.write(json.dumps(told) + "\n")
         self._process.stdin.flush()
         return json.loads(self._answer())
+
+    def tokens(self) -> list[int]:
+        """Return what the model writes after PROMPT. `cached` has how much of PROMPT was in the prefix cache."""
+        found: list[int]
+        found, self.cached = self("tokens", PROMPT)
+        return found
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -87,7 +96,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return revisions_of(tmp_path_factory.mktemp("revisions"))
+    return revisions_of(tmp_path_factory.mktemp("revisions"), max_position_embeddings=OPTIONS["max_model_len"])
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +126,18 @@ def variables_of(server: Any, where: Path) -> dict[str, str]:
     }
 
 
+def session_of(model: StoredModel, proxy: CountingProxy, where: Path) -> contextlib.closing[Session]:
+    """Start an engine with this model."""
+    options = {**OPTIONS, "model": config_folder(model, proxy, where / "config")}
+    return contextlib.closing(Session(python_of("vllm"), options, variables_of(model.server, where), where / "log"))
+
+
 @pytest.fixture(scope="module")
 def session(
-    s3_server: Any, proxy: CountingProxy, models: dict[str, StoredModel], tmp_path_factory: pytest.TempPathFactory
+    proxy: CountingProxy, models: dict[str, StoredModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Session]:
-    where = tmp_path_factory.mktemp("engine")
-    folder = config_folder(models["a"], proxy, where / "config")
-    session = Session(python_of("vllm"), {**OPTIONS, "model": folder}, variables_of(s3_server, where), where / "log")
-    yield session
-    session.close()
+    with session_of(models["a"], proxy, tmp_path_factory.mktemp("engine")) as session:
+        yield session
 
 
 def bytes_of(proxy: CountingProxy, before: int) -> int:
@@ -135,12 +147,14 @@ def bytes_of(proxy: CountingProxy, before: int) -> int:
 def test_only_what_changed_is_read_and_tokens_are_new(
     session: Session, proxy: CountingProxy, models: dict[str, StoredModel], folders: dict[str, Path]
 ) -> None:
-    assert session("tokens") == tokens_of(folders["a"])
+    assert [session.tokens(), session.tokens()] == [tokens_of(folders["a"], PROMPT)] * 2
+    assert session.cached == 96
     before, places = len(chunks_read(proxy)), session("pointers")
     assert session("update", models["few"].uri, {}) == ""
     size = (folders["few"] / "model.safetensors").stat().st_size
     assert 0 < bytes_of(proxy, before) < 0.09 * size
-    assert session("tokens") == tokens_of(folders["few"])
+    assert session.tokens() == tokens_of(folders["few"], PROMPT)
+    assert session.cached == 0  # what the cache had was of the old weights
     assert session("pointers") == places
 
 
@@ -151,16 +165,16 @@ def test_a_damaged_revision_leaves_the_old_weights(
     damage(models["damaged"])
     said = session("update", models["damaged"].uri, {})
     assert said.startswith("UpdateFailed"), said
-    assert session("tokens") == tokens_of(folders["a"])
+    assert session.tokens() == tokens_of(folders["a"], PROMPT)
     assert session("update", models["b"].uri, {}) == ""
-    assert session("tokens") == tokens_of(folders["b"])
+    assert session.tokens() == tokens_of(folders["b"], PROMPT)
 
 
 def test_other_shapes_are_refused(session: Session, models: dict[str, StoredModel], folders: dict[str, Path]) -> None:
     assert session("update", models["a"].uri, {}) == ""
     said = session("update", models["wide"].uri, {})
     assert "differs in more than contents" in said, said
-    assert session("tokens") == tokens_of(folders["a"])
+    assert session.tokens() == tokens_of(folders["a"], PROMPT)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -169,15 +183,27 @@ def test_every_weight_is_replaced(
 ) -> None:
     for name in ("b", "a"):
         assert session("update", models[name].uri, {"streaming": streaming}) == ""
-        assert session("tokens") == tokens_of(folders[name])
+        assert session.tokens() == tokens_of(folders[name], PROMPT)
+
+
+def check_killed(session: Session, model: StoredModel, kind: str, method: str, state: str) -> None:
+    session("die", kind, method)
+    said = session("update", model.uri, {})
+    assert said.startswith("ModelBroken: a process of the engine died in the update"), said
+    assert f"a rank is gone. This one has {state}" in session.said, session.said[-6000:]
 
 
 def test_a_worker_killed_in_the_exchange_ends_the_engine(session: Session, models: dict[str, StoredModel]) -> None:
     """The last test of this engine."""
-    session("die")
-    said = session("update", models["b"].uri, {})
-    assert said.startswith("ModelBroken: a process of the engine died in the update"), said
-    assert "a rank is gone. This one has all of the new revision" in session.said, session.said[-6000:]
+    check_killed(session, models["b"], "Update", "exchange", "all of the new revision")
+
+
+def test_a_worker_killed_while_it_stages_ends_the_engine(
+    proxy: CountingProxy, models: dict[str, StoredModel], tmp_path: Path
+) -> None:
+    """It dies when new parameters stand in its modules, and vLLM's loader is about to fill them."""
+    with session_of(models["a"], proxy, tmp_path) as session:
+        check_killed(session, models["b"], "Watch", "named", "the revision that it had")
 
 
 class Server:
@@ -254,7 +280,7 @@ def test_updates_over_http(
 ) -> None:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if isinstance(value, int | str)]
     options = [option.removesuffix("=True") for option in options]
-    options += ["--weight-transfer-config", json.dumps(OPTIONS["weight_transfer_config"]), "--block-size", "32"]
+    options += ["--weight-transfer-config", json.dumps(OPTIONS["weight_transfer_config"])]
     folder = config_folder(models["a"], proxy, tmp_path / "config")
     server = Server(
         python_of("vllm"),
@@ -285,7 +311,7 @@ def test_the_example_takes_two_revisions(
     uris = [models[name].uri for name in ("few", "b")]
     command = (str(REPOSITORY / "examples/vllm_update.py"), config_folder(models["a"], proxy, tmp_path / "config"))
     done = subprocess.run(
-        [python_of("vllm"), *command, *uris, "--tokens", "1", "5", "7", "9", "--options", json.dumps(options)],
+        [python_of("vllm"), *command, *uris, "--tokens", *map(str, PROMPT), "--options", json.dumps(options)],
         env={**os.environ, **variables_of(s3_server, tmp_path)},
         cwd=REPOSITORY,
         capture_output=True,
@@ -296,5 +322,58 @@ def test_the_example_takes_two_revisions(
     found = re.findall(r"^written: (.*)$", done.stdout, re.MULTILINE)
     assert len(found) == 3, done.stdout[-2000:] + done.stderr[-4000:]
     assert [[int(token) for token in text.split()] for text in found] == [
-        tokens_of(folders[name]) for name in ("a", "few", "b")
+        tokens_of(folders[name], PROMPT) for name in ("a", "few", "b")
     ]
+
+
+def test_layers_that_take_updates() -> None:
+    """Methods and attention layers are taken by name. Their hooks are those that are known to pack nothing."""
+    code = """
+    import contextlib, importlib, pkgutil
+    from types import SimpleNamespace
+
+    import torch
+    from engines.vllm_updates import REPEATABLE, UNPACKED_ATTENTION, _unknown_packing
+    from vllm.model_executor.layers import attention, quantization
+    from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.models import whisper, whisper_causal
+
+    def below(kind):
+        return {kind, *(each for made in kind.__subclasses__() for each in below(made))}
+
+    def layer(kind, **more):
+        made = kind.__new__(kind)
+        torch.nn.Module.__init__(made)
+        made.__dict__.update({"impl": SimpleNamespace(sinks=None), **more})
+        return made
+
+    for package in (attention, quantization):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module.name)
+    methods = {kind for kind in below(QuantizeMethodBase) if not kind.__abstractmethods__}
+    packing = {kind.__name__: layer(torch.nn.Module, quant_method=object.__new__(kind)) for kind in methods}
+    taken = {name for name, module in packing.items() if not _unknown_packing(module)}
+    assert taken == set(REPEATABLE), taken
+    assert len(methods) > 8, methods
+
+    kinds = below(Attention) | below(MMEncoderAttention)
+    taken = {kind for kind in kinds if not _unknown_packing(layer(kind))}
+    assert {kind.__name__ for kind in taken} == set(UNPACKED_ATTENTION), taken
+    assert {kind.__name__ for kind in kinds - taken} == {"StaticSinkAttention"}, kinds - taken
+    for kind in taken:
+        base = MMEncoderAttention if issubclass(kind, MMEncoderAttention) else Attention
+        assert kind.process_weights_after_loading is base.process_weights_after_loading, kind
+    assert _unknown_packing(layer(MLAAttention))
+    assert _unknown_packing(layer(Attention, impl=SimpleNamespace(sinks=torch.ones(2))))
+    """
+    done = subprocess.run(
+        [python_of("vllm"), "-c", textwrap.dedent(code)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -3,10 +3,10 @@
 OPTIONS: arguments of `vllm.LLM` as JSON. Each line on stdin is a list in JSON, and each is answered by a line that
 begins with "answer: ":
 
-    ["tokens"]                  the tokens that the model writes
+    ["tokens", prompt]          the tokens that the model writes, and how many of the prompt's the cache had
     ["update", URI, options]    "" or the text of the error
     ["pointers"]                for each worker, addresses of parameters that are never packed
-    ["die"]                     the last worker is to die in the exchange of the next update
+    ["die", class, method]      the last worker is to die when the next update calls this of `resident_weights`
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ def pointers(worker: Any) -> list[int]:
     return [parameter.data_ptr() for name, parameter in model.named_parameters() if "norm" in name or "embed" in name]
 
 
-def die(worker: Any) -> None:
-    from engines.resident_weights import Update
-
-    def exchange(_: Update) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+def die(worker: Any, kind: str, method: str) -> None:
+    from engines import resident_weights
 
     if worker.rank:
-        Update.exchange = exchange  # type: ignore[method-assign]
+        setattr(getattr(resident_weights, kind), method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def main() -> None:
@@ -43,12 +40,12 @@ def main() -> None:
 
     def answer(kind: str, *told: Any) -> Any:
         if kind == "tokens":
-            (found,) = llm.generate([{"prompt_token_ids": [1, 5, 7, 9]}], sampling)
-            return list(found.outputs[0].token_ids)
+            (found,) = llm.generate([{"prompt_token_ids": told[0]}], sampling)
+            return list(found.outputs[0].token_ids), found.num_cached_tokens
         if kind == "pointers":
             return llm.collective_rpc(pointers)
         if kind == "die":
-            return llm.collective_rpc(die)
+            return llm.collective_rpc(die, args=told)
         try:
             update(llm, told[0], **told[1])
         except Exception as error:
