@@ -181,7 +181,10 @@ class IllegalTransition(LoadError):
 
 
 class SaveError(LongshoreError):
-    """A save ended without a new revision. The previous one is as it was; `details["rank"]` names who ended it."""
+    """A save ended; `details["rank"]` names who ended it.
+
+    The previous revision is as it was, unless the hint says that the new one is or may be visible.
+    """
 
 
 class SaveRefused(SaveError):

@@ -16,19 +16,27 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from actors.saving.boxed import BoxedTensor, as_boxed
-from actors.saving.exchange import Ranks
+from actors.saving.exchange import Agreed, Ranks
 from actors.saving.handles import SaveHandle, start_save, wait_for_background_saves
 from actors.saving.hf_names import as_stored, config_files
-from actors.saving.save import ExtraFiles, SaveReport, as_mapping, save, save_training
+from actors.saving.save import (
+    ExtraFiles,
+    SaveReport,
+    agree_on_state,
+    as_mapping,
+    save,
+    save_training,
+    state_answer,
+)
 from actors.saving.training_state import collect_state
 from cluster.argument_types import checks_arguments
-from cluster.errors import NoRoomToStage, SaveError
-from storage.errors import LongshoreError
+from cluster.errors import NoRoomToStage
 from storage.host.memory import available_host_bytes
 from storage.problems import show_bytes
 
@@ -81,44 +89,64 @@ def asave(
     place = os.fspath(uri)
     has_state = not (optimizer is None and scheduler is None and extra_state is None)
     tensors: dict[str, Any] = {}
-    state: Mapping[str, Any] = {}
+    state: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     values, refused = b"", None
     try:
         tensors = {name: as_boxed(value) for name, value in as_stored(state_dict, model).items()}
+        files = {**config_files(model), **as_mapping(extra_files)}
         if has_state:
-            state, values = collect_state(model, optimizer, scheduler, extra_state)
-    except LongshoreError as error:
+            found, values = collect_state(model, optimizer, scheduler, extra_state)
+            state = {name: as_boxed(value) for name, value in found.items()}
+    except Exception as error:
         refused = error  # the other ranks hear of it below
-    boxed = {name: as_boxed(value) for name, value in state.items()}
-    _check_room([tensors, boxed], options, refused)
+    number = _agree([tensors, state], options, refused, state_answer(optimizer, has_state))
     copies: dict[Any, torch.Tensor] = {}
-    tensors, boxed = _copied(tensors, copies), _copied(boxed, copies)
-    files = {**config_files(model), **as_mapping(extra_files)}
+    try:
+        tensors, state = _copied(tensors, copies), _copied(state, copies)
+    except BaseException:
+        with _ranks(options):  # the others wait for this rank, and get the error
+            raise
 
-    def work() -> SaveReport:
-        link = save_training((boxed, values), place, **options) if has_state else {}
-        return save(tensors, place, extra_files={**files, **link}, **options)
-
-    return start_save(place, work)
+    # Not a nested function: the frame of one keeps its variables, the copy among them, as long as its error is kept.
+    return start_save(place, partial(_save_copy, tensors, place, number, (state, values), files, options))
 
 
-def _check_room(states: list[dict[str, Any]], options: Mapping[str, Any], refused: LongshoreError | None) -> None:
-    """Raise on every rank if one rank cannot save, or if one host lacks memory for the copies of its ranks."""
+def _save_copy(
+    tensors: Mapping[str, Any],
+    place: str,
+    number: str,
+    state: tuple[Mapping[str, Any], bytes],
+    files: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> SaveReport:
+    link = save_training(number, state, place, **options) if number else {}
+    return save(tensors, place, extra_files={**files, **link}, **options)
+
+
+def _ranks(options: Mapping[str, Any]) -> Ranks:
+    given = {name: options[name] for name in ("process_group", "rank", "world_size") if name in options}
+    return Ranks(**given, timeout_s=float(options.get("save_timeout_s", 600.0)))
+
+
+def _agree(
+    states: list[dict[str, Any]], options: Mapping[str, Any], refused: Exception | None, about_state: bytes
+) -> str:
+    """Return the number of the training state, "" without one.
+
+    Raises on every rank if one rank cannot save, or if one host lacks memory for the copies of its ranks.
+    """
     memory = {_memory_of(tensor): tensor.numel() * tensor.element_size() for s in states for tensor in _local(s)}
     room_bytes = int(available_host_bytes() * (1 - SPARE_FRACTION))
-    mine = [socket.gethostname(), sum(memory.values()), room_bytes, str(refused or "")]
-    ranks = Ranks(options.get("process_group"), timeout_s=float(options.get("save_timeout_s", 600.0)))
+    mine = [socket.gethostname(), sum(memory.values()), room_bytes, about_state.decode()]
     try:
-        answers = [json.loads(answer) for answer in ranks.gather(json.dumps(mine).encode())]
-    except BaseException as error:
-        ranks.close(error)
-        raise
-    ranks.close()
-    if refused is not None:
-        raise refused
-    for rank, answer in enumerate(answers):
-        if answer[3]:
-            raise SaveError(f"rank {rank} cannot save: {answer[3]}", hint="nothing was written", rank=rank)
+        with _ranks(options) as ranks:
+            if refused is not None:
+                raise refused
+            answers = [json.loads(answer) for answer in ranks.gather(json.dumps(mine).encode())]
+        number = agree_on_state([answer[3].encode() for answer in answers])
+    except Agreed as agreed:
+        raise agreed.error from None
     needed: dict[str, int] = {}
     room: dict[str, int] = {}
     for host, need, have, _ in answers:
@@ -135,6 +163,7 @@ def _check_room(states: list[dict[str, Any]], options: Mapping[str, Any], refuse
                 free_bytes=room[host],
                 missing_bytes=needed[host] - room[host],
             )
+    return number
 
 
 def _local(state: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from actors.saving.conversion import FLOATS, ConvertReport, Place, plan_conversion, report_of, run_conversion
 from actors.saving.on_cluster import ClusterParts
 from actors.saving.reporting import SaveReporter
-from actors.saving.writer import check_extra_files
+from actors.saving.writer import ONE_FILE_KEY, check_extra_files, has_other_weights
 from cluster.argument_types import Dtype, checks_arguments
 from cluster.command_line.progress import byte_counter, shown_progress
 from cluster.config import Config
@@ -26,15 +26,14 @@ from cluster.request import StoreOptions, check_destination, open_destination
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, MIN_SHARD_BYTES
 from cluster.telemetry.saves import VERIFYING
 from storage.checksum import MANIFEST_HASH_NAMES
-from storage.errors import IntegrityError, ObjectNotFound
+from storage.errors import IntegrityError
 from storage.publishing.saves import writes_parts
 from storage.publishing.verify import verify as verify_store
 from storage.store_ref import Credentials, StoreRef
-from storage.stores.requests import RetryPolicy, with_retries
+from storage.stores.requests import RetryPolicy
 
 MAX_WORKERS = 256
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_ONE_FILE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -188,10 +187,9 @@ def _check_target(target: Place, source: StoreRef) -> None:
         raise ConfigError("source and destination are the same folder", hint="name another folder", dest=target.ref.uri)
     with contextlib.closing(target.open()) as store:
         writes_parts(store)
-        with contextlib.suppress(ObjectNotFound):
-            with_retries(lambda: store.stat(_ONE_FILE), RetryPolicy())
+        if has_other_weights(store, RetryPolicy()):
             raise ConfigError(
-                f"the destination has a {_ONE_FILE}, which transformers would load in the place of the result",
+                f"the destination has a {ONE_FILE_KEY}, which transformers would load in the place of the result",
                 hint="name a new folder",
                 dest=target.ref.uri,
             )

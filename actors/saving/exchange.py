@@ -8,33 +8,40 @@ Everything that can block runs in one thread. The caller waits for that thread a
 
     every rank writes a heartbeat to the job's store, and reads that of the next rank
     a rank that raises, or that finds the next rank dead, writes the reason --> every other rank ends with SaveError
+
+Ranks without a process group meet at MASTER_ADDR and MASTER_PORT, as those of torch.distributed do. The connection and
+the group stay until the process ends, for later saves: a port that is closed and opened again would mix them up.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from actors.saving.held import HeldTensors, byte_slice
-from cluster.errors import SaveError
+from cluster.errors import SaveError, SaveRefused
 from cluster.saving.held import Merged
 from cluster.saving.plan import Piece, PlannedPart, Round, Schedule, blocks
 from cluster.saving.shards import ShardLayout
+from storage.errors import LongshoreError
 from storage.problems import without_secrets
 
 T = TypeVar("T")
 MAX_GATHERED_BYTES = 256 << 20  # of one rank in one collective
 _groups: dict[tuple[str, float], Any] = {}  # gloo groups by the name of the caller's group
 _saves: dict[str, int] = {}  # saves that this process began, by the name of the group
+_stores: dict[str, Any] = {}  # stores of ranks without a process group, by the name of the group
 
 
 def forget_groups() -> None:
@@ -43,45 +50,102 @@ def forget_groups() -> None:
     _saves.clear()
 
 
+@atexit.register
+def _leave_stores() -> None:
+    """Close groups and connections of ranks without a process group, before the interpreter ends its threads."""
+    for name in _stores:
+        for key in [key for key in _groups if key[0] == name]:
+            del _groups[key]
+    _stores.clear()
+
+
+class Agreed(Exception):
+    """Carries an error that every rank raises by itself, so none has to be told."""
+
+    def __init__(self, error: LongshoreError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Ranks:
-    """The ranks of one save. One rank alone needs no process group."""
+    """The ranks of one save. One rank alone needs no process group.
 
-    def __init__(self, process_group: Any = None, *, timeout_s: float = 300.0) -> None:
-        """Join the ranks of a process group; None: the default group if there is one, else this process alone.
+    As a context manager it leaves at the end of its block, with the error that ends it.
+    """
 
-        Raises SaveError if the others do not come within `timeout_s`.
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Join the ranks.
+
+        Args:
+            process_group: Group of torch.distributed. None: the default group if there is one.
+            rank: Number of this rank, if there is no group. Used with `world_size` only.
+            world_size: Number of ranks, if there is no group. Without both, this process is alone.
+            timeout_s: Longest time in seconds to wait for the others.
+
+        Raises:
+            SaveRefused: There is no group, and the ranks cannot meet.
+            SaveError: The others do not come.
         """
         self.rank, self.size = 0, 1
-        self.global_ranks: dict[int, int] = {0: 0}  # global rank -> rank here
         self._timeout_s = timeout_s
         self._watch: _Watch | None = None
         self._group: Any = None
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         import torch.distributed as dist
 
-        if process_group is None and not (dist.is_available() and dist.is_initialized()):
-            return
-        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        members = dist.get_process_group_ranks(process_group)
-        self.global_ranks = {each: number for number, each in enumerate(members)}
+        own = process_group is None and not (dist.is_available() and dist.is_initialized())
+        if not own:
+            self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+            members = dist.get_process_group_ranks(process_group)
+        elif rank is not None and world_size is not None:
+            if not 0 <= rank < world_size:
+                raise SaveRefused(
+                    f"rank is {rank}; ranks of a world_size of {world_size} are from 0 to {world_size - 1}"
+                )
+            self.rank, self.size = rank, world_size
+            members = list(range(world_size))
+        else:
+            members = [0]
+        self.global_ranks = {each: number for number, each in enumerate(members)}  # global rank -> rank here
         if self.size == 1:
             return
-        self._name = f"{getattr(process_group, 'group_name', '')}/{'-'.join(map(str, members))}"
+        if own:
+            self._name, store = _meet(self.rank, self.size, timeout_s)
+        else:
+            self._name = f"{getattr(process_group, 'group_name', '')}/{'-'.join(map(str, members))}"
+            store = dist.distributed_c10d._get_default_store()
         number = _saves[self._name] = _saves.get(self._name, 0) + 1
-        self._watch = _Watch(f"longshore/save/{self._name}/{number}", self.rank, self.size, timeout_s)
+        prefix = f"longshore/save/{self._name}/{number}"
+        self._watch = _Watch(store, prefix, self.rank, self.size, timeout_s)
         threading.Thread(target=self._run, name="save-exchange", daemon=True).start()
-        self._group = self.run(lambda: self._join(members))
+        try:
+            self._group = self.run(lambda: self._join(members, dist.PrefixStore(prefix, store) if own else None))
+        except BaseException as error:
+            self.close(error)
+            raise
 
-    def _join(self, members: list[int]) -> Any:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(None if isinstance(error, Agreed) else error)
+
+    def _join(self, members: list[int], store: Any) -> Any:
         import torch.distributed as dist
 
-        key = (self._name, self._timeout_s)
+        key, timeout = (self._name, self._timeout_s), timedelta(seconds=self._timeout_s)
         if key not in _groups:
-            _groups[key] = dist.new_group(
-                members,
-                timeout=timedelta(seconds=self._timeout_s),
-                backend="gloo",
-                use_local_synchronization=True,
+            _groups[key] = (
+                dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+                if store is None
+                else dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
             )
         return _groups[key]
 
@@ -171,9 +235,14 @@ class Ranks:
         if self._watch is not None:
             self._watch.stage = text
 
+    def note_visible(self, hint: str) -> None:
+        """Give all ranks the hint for an error that ends the save from now on, as its revision is or may be visible."""
+        if self._watch is not None:
+            self._watch.note_hint(hint)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave. With an error, all other ranks end their save with SaveError, which quotes it. Idempotent."""
-        watch, self._closed = self._watch, True
+        watch, self._watch = self._watch, None
         if watch is None:
             return
         if error is not None:
@@ -204,7 +273,7 @@ class Ranks:
             rank, message = watch.failure
             raise SaveError(
                 f"rank {rank} ended the save: {message}",
-                hint="nothing of it is visible; save again, which continues where this save stopped",
+                hint=watch.hint() or "nothing of it is visible; save again, which continues where this save stopped",
                 rank=rank,
             ) from error
         raise SaveError(
@@ -215,10 +284,35 @@ class Ranks:
         ) from error
 
 
+def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[str, Any]:
+    """Return a name of the ranks of a job that has no process group, and the store where they meet."""
+    from torch.distributed.rendezvous import rendezvous
+
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise SaveRefused(
+            f"there is no process group, and {' and '.join(missing)} are not set, where the ranks would meet",
+            hint="start the ranks with torchrun, set both variables, or call torch.distributed.init_process_group",
+        )
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    name = f"{place}/{world_size}"
+    if name not in _stores:
+        try:
+            _stores[name], *_ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
+        except (RuntimeError, ValueError) as error:
+            raise SaveError(
+                f"the {world_size} ranks did not meet at {place}",
+                hint="check that every rank calls save, and that MASTER_ADDR and MASTER_PORT are those of rank 0",
+                rank=rank,
+                save_timeout_s=timeout_s,
+            ) from error
+    return name, _stores[name]
+
+
 class _Watch:
     """Heartbeats in the job's store. Its own thread and connection."""
 
-    def __init__(self, prefix: str, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, shared: Any, prefix: str, rank: int, size: int, timeout_s: float) -> None:
         from torch.distributed import distributed_c10d
 
         self.failure: tuple[int, str] | None = None  # (rank, reason)
@@ -229,7 +323,6 @@ class _Watch:
         self._pause_s = min(1.0, self.dead_after_s / 5)
         self._rank, self._size = rank, size
         # A connection of its own: another call may wait in the shared one.
-        shared: Any = distributed_c10d._get_default_store()
         self._store: Any = distributed_c10d.PrefixStore(prefix, shared.clone())
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -254,6 +347,17 @@ class _Watch:
                     if self._store.check(keys):
                         return
                 time.sleep(0.05)
+
+    def note_hint(self, hint: str) -> None:
+        """Write the hint that `hint` returns on every rank."""
+        with contextlib.suppress(Exception), self._lock:
+            self._store.set("hint", hint)
+
+    def hint(self) -> str:
+        """Return the hint that a rank wrote last, or ""."""
+        with contextlib.suppress(Exception), self._lock:
+            return str(self._store.get("hint").decode()) if self._store.check(["hint"]) else ""
+        return "it is not known whether its revision is visible: `longshore saves` says which one is published"
 
     def stages(self) -> str:
         """Return what every rank did last, for a message."""

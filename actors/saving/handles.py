@@ -11,6 +11,7 @@ import concurrent.futures.thread  # noqa: F401  its hook for the end of the proc
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,7 @@ class SaveHandle:
         try:
             self._reports.append(self._work())
         except BaseException as error:
+            _clear_frames(error)
             self._error = error
         finally:
             del self._work  # and the copy with it
@@ -88,6 +90,18 @@ class SaveHandle:
         if threading.current_thread() is not self._thread:
             self._ended.wait()
             self.report_error()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables in the tracebacks of an error, which hold the copy. Lines and messages stay."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
 
 
 def start_save(uri: str, work: Callable[[], SaveReport]) -> SaveHandle:

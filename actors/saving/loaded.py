@@ -25,6 +25,7 @@ from actors.devices.convert import stored_dtype
 from actors.saving.boxed import BoxedTensor
 from actors.saving.exchange import Ranks, forget_groups
 from actors.saving.save import ExtraFiles, SaveReport, as_mapping, save
+from actors.saving.training_state import LINK_KEY
 from cluster.argument_types import checks_arguments
 from cluster.errors import SaveRefused
 from cluster.model import LoadedModel
@@ -102,11 +103,13 @@ def _source_files(model: LoadedModel, options: Mapping[str, Any]) -> dict[str, b
         folder = config_folder(
             model.report.uri, Path(scratch) / "files", code=True, revision=model.report.revision, **options
         )
-        files = {
-            path.relative_to(folder).as_posix(): path.read_bytes()
+        found = {
+            path.relative_to(folder).as_posix(): path
             for path in sorted(Path(folder).rglob("*"))
             if path.is_file() and path.name not in (HEADERS_KEY, SOURCE_KEY) and path.suffix != ".safetensors"
         }
+        # The state of a training run stays with the source, and so does the file that names it.
+        files = {name: path.read_bytes() for name, path in found.items() if not LINK_KEY.fullmatch(name)}
     config = json.loads(files[CONFIG_KEY]) if CONFIG_KEY in files else {}
     quantized, dtype = model.report.quantization_config, model.report.precision.dtype
     if CONFIG_KEY in files and (quantized or dtype != "auto"):
@@ -175,13 +178,8 @@ def _boxed(shard: RankShard, timeout_s: float) -> dict[str, BoxedTensor]:
         for (offsets, sizes), place in region.boxes():
             mine[name].append((offsets, sizes))
             local[name][offsets] = tensor[tuple(slice(at, at + n) for at, n in zip(place, sizes, strict=True))]
-    ranks = Ranks(timeout_s=timeout_s)
-    try:
+    with Ranks(timeout_s=timeout_s) as ranks:
         answers = ranks.gather(json.dumps({"boxes": mine, "problems": list(problems)}).encode())
-    except BaseException as error:
-        ranks.close(error)
-        raise
-    ranks.close()
     found = [json.loads(answer) for answer in answers]
     if refused := [f"rank {rank}: {problem}" for rank, one in enumerate(found) for problem in one["problems"]]:
         raise SaveRefused(f"tensors cannot be put together from several ranks: {'; '.join(refused[:20])}")

@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from actors.saving.exchange import Exchange, Peak, Ranks, Slots
+from actors.saving.exchange import Agreed, Exchange, Peak, Ranks, Slots
 from actors.saving.handles import wait_for_background_saves
 from actors.saving.held import HeldTensors
 from actors.saving.hf_names import as_stored, config_files
@@ -70,6 +70,11 @@ from storage.stores.requests import RetryPolicy
 
 ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
 DEFAULT_SLOTS = 4
+# For an error that ends the save at or after these steps of its commit.
+_VISIBLE_HINTS = {
+    "manifest": "its revision may be visible: `longshore saves` says which one is published; save again if it is not",
+    "cleanup": "its revision is published and visible: do not save it again",
+}
 ROUNDS_PER_GATHER = 4  # after so many rounds the records of written parts go to rank 0
 _COUNTS = struct.Struct("<4Q")  # of a rank, before its records
 _RECORDS = TypeAdapter(tuple[PartRecord, ...])
@@ -141,14 +146,17 @@ def save(
             written once.
         uri: Folder of the checkpoint, in an object store or on a file system that all ranks share. It may have an older
             revision.
-        rank: Number of this rank, to be checked. None: as the process group says.
-        world_size: Number of ranks, to be checked. None: as the process group says.
-        process_group: Group whose ranks save. None: the default group of torch.distributed, or this process alone.
+        rank: Number of this rank. It is compared with that of the process group, if there is one. None: as that says.
+        world_size: Number of ranks, in the same way. With both and without a process group, the ranks meet at
+            MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+        process_group: Group whose ranks save. None: the default group of torch.distributed. Without one, and without
+            `rank` and `world_size`, this process saves alone.
         model: The module that the state dict is of, in any wrapper. With a model of transformers, tensors have the
             names and shapes that `save_pretrained` writes, and its config.json is written too. None: only the names
             that wrappers add go.
-        optimizer: Also save the state of this optimizer, or of several, for `load_training_state`. Needs `model`.
-        scheduler: Also save the state of this scheduler, or of anything with `state_dict()`.
+        optimizer: Also save the state of this optimizer, or of several, for `load_training_state`. Needs `model`. Pass
+            it on every rank.
+        scheduler: Also save the state of this scheduler, or of anything with `state_dict()`. That of rank 0 counts.
         extra_state: Also save these values by name: numbers, texts, lists, dicts, tensors. Those of rank 0 count.
         extra_files: Further files of the model, such as config.json: contents or paths by name, or a list of paths.
             Those of rank 0 are written.
@@ -186,24 +194,6 @@ def save(
     """
     started_s = time.monotonic()
     wait_for_background_saves()
-    if optimizer is not None or scheduler is not None or extra_state is not None:
-        link = save_training(
-            collect_state(model, optimizer, scheduler, extra_state),
-            os.fspath(uri),
-            save_timeout_s=save_timeout_s,
-            process_group=process_group,
-            hash_name=hash_name,
-            chunk_bytes=chunk_bytes,
-            slots=slots,
-            endpoint_url=endpoint_url,
-            region=region,
-            profile=profile,
-            anonymous=anonymous,
-            credentials=credentials,
-            config=config,
-        )
-        extra_files = {**as_mapping(extra_files), **link}
-    ranks = Ranks(process_group, timeout_s=save_timeout_s if save_timeout_s > 0 else 600.0)
     given = _Arguments(
         uri=os.fspath(uri),
         rank=rank,
@@ -221,38 +211,68 @@ def save(
         credentials=credentials,
         config=config,
     )
-    with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
-        try:
-            report = _Save(ranks, given, started_s, reporter).run(state_dict)
-        except _Agreed as refused:
-            ranks.close()
-            raise refused.error from None
-        except BaseException as error:
-            ranks.close(error)
-            raise
-        ranks.close()
-        reporter.published(revision=report.revision)
-    return report
+    timeout_s = save_timeout_s if save_timeout_s > 0 else 600.0
+    try:
+        with Ranks(process_group, rank=rank, world_size=world_size, timeout_s=timeout_s) as ranks:
+            has_state = not (optimizer is None and scheduler is None and extra_state is None)
+            state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
+            number = agree_on_state(ranks.gather(state_answer(optimizer, has_state)))
+            if number:
+                link = save_training(
+                    number,
+                    state,
+                    given.uri,
+                    rank=rank,
+                    world_size=world_size,
+                    process_group=process_group,
+                    hash_name=hash_name,
+                    chunk_bytes=chunk_bytes,
+                    slots=slots,
+                    save_timeout_s=save_timeout_s,
+                    endpoint_url=endpoint_url,
+                    region=region,
+                    profile=profile,
+                    anonymous=anonymous,
+                    credentials=credentials,
+                    config=config,
+                )
+                given = replace(given, files={**as_mapping(extra_files), **link})
+            with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
+                with ranks:  # which are told first how it ended
+                    report = _Save(ranks, given, started_s, reporter).run(state_dict)
+                reporter.published(revision=report.revision)
+            return report
+    except Agreed as refused:
+        raise refused.error from None
 
 
-def save_training(
-    state: tuple[Mapping[str, Any], bytes], uri: str, *, save_timeout_s: float = 600.0, **options: Any
-) -> dict[str, bytes]:
+def state_answer(optimizer: Any, has_state: bool) -> bytes:
+    """Return what a rank tells the others about its state of a training run: a number for it, and its optimizer."""
+    return (b"o" if optimizer is not None else b"-") + (new_revision().encode() if has_state else b"")
+
+
+def agree_on_state(answers: Sequence[bytes]) -> str:
+    """Return the number under which all ranks save the state of rank 0; "": it has none.
+
+    Raises Agreed with SaveRefused if some ranks alone have an optimizer, whose parts would be missing.
+    """
+    without = [rank for rank, answer in enumerate(answers) if answer[:1] != b"o"]
+    if 0 < len(without) < len(answers):
+        named = f"{', '.join(map(str, without[:8]))}{', ...' if len(without) > 8 else ''}"
+        raise Agreed(
+            SaveRefused(f"no optimizer is given on rank {named}", hint="pass optimizer= on every rank, or on none")
+        )
+    return answers[0][1:].decode("ascii", "replace")
+
+
+def save_training(number: str, state: tuple[Mapping[str, Any], bytes], uri: str, **options: Any) -> dict[str, bytes]:
     """Save the state of a training run in a folder of its own, and return the file of the model that names it.
 
-    It is complete before the model refers to it. Rank 0 names the folder.
+    It is complete before the model refers to it. All ranks give the same number.
     """
-    ranks = Ranks(options.get("process_group"), timeout_s=save_timeout_s if save_timeout_s > 0 else 600.0)
-    try:
-        number = ranks.broadcast(new_revision().encode() if ranks.rank == 0 else b"", 0).decode("ascii", "replace")
-    except BaseException as error:
-        ranks.close(error)
-        raise
-    ranks.close()
     tensors, data = state
     options = {name: value for name, value in options.items() if name not in ("since", "keep_last", "max_shard_bytes")}
-    place = f"{uri.rstrip('/')}/training/{number}"
-    report = save(tensors, place, extra_files={STATE_KEY: data}, save_timeout_s=save_timeout_s, **options)
+    report = save(tensors, f"{uri.rstrip('/')}/training/{number}", extra_files={STATE_KEY: data}, **options)
     return link_file(number, report.revision)
 
 
@@ -280,14 +300,6 @@ class _Arguments:
     options: StoreOptions
     credentials: Credentials | None
     config: Config | None
-
-
-class _Agreed(Exception):
-    """Carries an error that every rank raises by itself."""
-
-    def __init__(self, error: LongshoreError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class _Save:
@@ -325,7 +337,7 @@ class _Save:
                     chunk_bytes=self._chunk_bytes,
                 )
             except SaveRefused as error:
-                raise _Agreed(error) from None
+                raise Agreed(error) from None
         with contextlib.closing(self._open_store()) as store:
             with self._timed("plan_s"):
                 plan = schedule(
@@ -352,17 +364,19 @@ class _Save:
             return self._report(layouts, merged, plan, begun, revision, store.uri)
 
     def _stored_chunks(self, store: ObjectStore, begun: Begun) -> StoredChunks | None:
+        """Return the chunks that the store can copy, if it can. Rank 0 tries that for all."""
         if self._given.since is None or begun.manifest_etag is None:
             return None
-        return stored_chunks(store, self._given.since, self._policy)
+        found = stored_chunks(store, self._given.since, self._policy, probe=self._ranks.rank == 0)
+        return found if self._ranks.broadcast(b"y" if found else b"n", 0) == b"y" else None
 
-    def _keep(self, store: ObjectStore, begun: Begun) -> None:
-        """Note this save in the history, and remove what is older than `keep_last`. Called on rank 0."""
-        number = next((key[9:-5] for key in self._files if LINK_KEY.fullmatch(key)), "")
-        remember_save(store, begun.revision, number, self._given.keep_last, revision_of_file, self._policy)
+    def _remember(self, store: ObjectStore, saved: tuple[str, str], keep_last: int | None) -> None:
+        """Note a save in the history, and remove what is older than `keep_last`. Called on rank 0."""
+        if saved[0]:
+            remember_save(store, *saved, keep_last, revision_of_file, self._policy)
 
     def _step(self, name: str) -> None:
-        """Note what this rank does now."""
+        """Note what this rank does now. Raises SaveError if another rank has ended the save."""
         self._ranks.stage(name)
         self._ranks.check()
 
@@ -431,7 +445,7 @@ class _Save:
         return found
 
     def _merge(self, table: RankTable) -> Merged:
-        """Exchange the tables: digests first, then each distinct table once. Raises _Agreed with every problem."""
+        """Exchange the tables: digests first, then each distinct table once. Raises Agreed with every problem."""
         packed = table.pack()
         digest = hashlib.sha256(packed).digest()
         digests = self._ranks.gather(digest)
@@ -445,7 +459,7 @@ class _Save:
             tables.append(table if one == digest else RankTable.unpack(data))
         merged = merge(tables, [distinct.index(one) for one in digests])
         if merged.problems:
-            raise _Agreed(
+            raise Agreed(
                 SaveRefused(
                     f"this cannot be saved: {'; '.join(merged.problems)}",
                     hint="nothing was written",
@@ -558,11 +572,19 @@ class _Save:
 
     def _commit(self, writer: CheckpointWriter, store: ObjectStore, begun: Begun) -> str:
         """Publish. The other ranks hear of the revision when rank 0 is done with all of it."""
+
+        def on_step(step: str) -> None:
+            if step in _VISIBLE_HINTS:
+                self._ranks.note_visible(_VISIBLE_HINTS[step])
+            self._step(f"commit: {step}")
+
         data = b""
         if self._ranks.rank == 0:
-            manifest = writer.commit(extra_files=self._files, on_step=lambda step: self._step(f"commit: {step}"))
+            self._remember(store, (begun.replaces_save, begun.replaces_state), None)
+            manifest = writer.commit(extra_files=self._files, on_step=on_step)
             data = manifest.revision.encode()
-            self._keep(store, begun)
+            state = next((found[1] for name in self._files if (found := LINK_KEY.fullmatch(name))), "")
+            self._remember(store, (begun.revision, state), self._given.keep_last)
         return self._ranks.broadcast(data, 0).decode("ascii", "replace")
 
     def _report(

@@ -20,7 +20,7 @@ import torch
 from actors.devices.convert import stored_dtype
 from actors.handover.modules import as_dtensor, wanted_part
 from cluster.argument_types import checks_arguments
-from cluster.errors import ConfigError, ModuleMismatch
+from cluster.errors import ConfigError, ModuleMismatch, SaveRefused
 from cluster.saving.values import decode_values, encode_values
 from cluster.small_files import read_small_file
 from storage.errors import InvalidState, ObjectNotFound
@@ -33,12 +33,12 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 STATE_KEY = "state.json"  # in the folder of the training state
-LINK_KEY = re.compile(r"training/[0-9a-f]{16}\.json")  # beside it; a file of the model, which names the revision
+LINK_KEY = re.compile(r"training/([0-9a-f]{16})\.json")  # beside it; a file of the model, which names the revision
 _NO_TENSORS = "longshore.no_tensors"  # a checkpoint has at least one tensor
 
 
 def collect_state(
-    model: torch.nn.Module,
+    model: torch.nn.Module | None,
     optimizer: Optimizers | None,
     scheduler: Any = None,
     extra_state: Mapping[str, Any] | None = None,
@@ -55,10 +55,12 @@ def collect_state(
         The tensors, among them DTensors; they are the optimizer's own, not copies. And the JSON.
 
     Raises:
-        SaveRefused: Values that only a pickle could hold.
+        SaveRefused: Values that only a pickle could hold, or an optimizer without the model.
     """
+    if optimizer is not None and model is None:
+        raise SaveRefused("an optimizer's state is saved by the names of a model's parameters", hint="pass model=")
     values: dict[str, Any] = {}
-    if optimizer is not None:
+    if optimizer is not None and model is not None:
         values["optimizer"] = _optimizer_state(model, optimizer)
     if scheduler is not None:
         values["scheduler"] = scheduler.state_dict()

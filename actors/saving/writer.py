@@ -8,11 +8,16 @@ Nothing refers to the files of a save before the manifest does, and their names 
 as it is, whenever a process dies. An interrupted save leaves a journal (`storage.publishing.saves`). The next save with
 the same layout continues: it hashes every part again and sends those that the store lacks. A file
 that was complete cannot be changed, so other bytes of it are PartsDiffer: the save begins anew.
+
+The interrupted save may still run. S3 notices a part that it replaces by the part's tag. Where the store keeps no tags,
+uploads that are continued get new ids, and a part counts as written only if the store has its bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +55,7 @@ from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, StoreErr
 from storage.problems import Problems, quote
 from storage.publishing.publish import PIECE_BYTES
 from storage.publishing.saves import (
+    COPY_PROBE_KEY,
     JournalShard,
     PartRecord,
     SaveJournal,
@@ -59,14 +65,16 @@ from storage.publishing.saves import (
     put_if,
     read_journal,
     remove_save,
+    saved_revision,
     writes_parts,
 )
 from storage.publishing.signing import SIGNATURE_KEY
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, check_key, ranges_of
-from storage.stores.parts import MIN_PART_BYTES, CopiesParts, WritesParts
+from storage.stores.parts import MIN_PART_BYTES, CopiesParts, KeepsNoTags, KeepsTags, WritesParts
 from storage.stores.requests import RetryPolicy, with_retries
 
-COPY_PROBE_KEY = "longshore.save.probe"  # never becomes an object
+ONE_FILE_KEY = "model.safetensors"
+_LOG = logging.getLogger("longshore.save")
 Contents = bytes | os.PathLike[str] | str  # of a file: its bytes, or the path from which it is copied
 
 
@@ -85,6 +93,8 @@ class Begun(ManifestEntry):
     known: tuple[PartRecord, ...]  # parts of an interrupted save that the store has
     manifest_etag: str | None  # of the revision that this save replaces
     replaces: str  # the revision of that manifest; "" without one
+    replaces_save: str  # the save that wrote it, as the history of saves names it; "" if none did
+    replaces_state: str  # number of its training state; "" without one
     journal_etag: str | None
     in_order: bool = False  # one process writes all parts of a file, in order (`storage.stores.parts`)
 
@@ -118,12 +128,20 @@ def begin_save(
 
     Raises:
         SaveConflict: Another save began at the same time.
+        SaveRefused: The folder has a model.safetensors.
         StoreError: The store cannot be written.
         UnsupportedStore: The store cannot be written in parts.
     """
     policy = policy or RetryPolicy()
     writes = writes_parts(store)
     manifest, info = published(store, policy)
+    if has_other_weights(store, policy):
+        raise SaveRefused(
+            f"the folder has a {ONE_FILE_KEY}, which transformers would load in the place of what is saved",
+            hint="name a new folder, or remove that file",
+            uri=store.uri,
+        )
+    replaced = saved_revision(manifest, revision_of_file)
     used = [] if manifest is None else [shard.path for shard in manifest.shards]
     journal, etag = read_journal(store, policy)
     mark = fingerprint(layouts, hash_name, contents)
@@ -171,9 +189,20 @@ def begin_save(
         known=tuple(known),
         manifest_etag=None if info is None else info.etag,
         replaces="" if manifest is None else manifest.revision,
+        replaces_save=replaced[0],
+        replaces_state=replaced[1],
         journal_etag=stored.etag,
         in_order=writes.in_order,
     )
+
+
+def has_other_weights(store: ObjectStore, policy: RetryPolicy) -> bool:
+    """Return whether a folder has the file that transformers would load in the place of what is saved."""
+    try:
+        with_retries(lambda: store.stat(ONE_FILE_KEY), policy)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def _open_shard(
@@ -186,20 +215,22 @@ def _open_shard(
 ) -> tuple[str, list[PartRecord]]:
     """Return the upload of a file, and those of its recorded parts that the store has. "": the file is complete."""
     if upload:
-        try:
-            parts = with_retries(lambda: writes.stored_parts(layout.file, upload), policy)
-        except ObjectNotFound:
-            pass  # it was completed or aborted
-        else:
-            if parts is None:
-                return upload, records
-            kept = [
-                record
-                for record in records
-                if (part := parts.get(record.part + 1)) is not None
-                and (part.tag, part.size_bytes) == (record.tag, layout.parts[record.part].size_bytes)
-            ]
-            return upload, kept
+        with contextlib.suppress(ObjectNotFound):  # it was completed or aborted
+            if isinstance(writes, KeepsTags):
+                parts = with_retries(lambda: writes.stored_parts(layout.file, upload), policy)
+                kept = [
+                    record
+                    for record in records
+                    if (part := parts.get(record.part + 1)) is not None
+                    and (part.tag, part.size_bytes) == (record.tag, layout.parts[record.part].size_bytes)
+                ]
+                return upload, kept
+            if isinstance(writes, KeepsNoTags):
+                continued = with_retries(lambda: writes.take_over(layout.file, upload), policy)
+                if continued is not None:
+                    return continued, records
+                with_retries(lambda: writes.abort_parts(layout.file, upload), policy)
+                records = []
     if len(records) == len(layout.parts):
         try:
             info = with_retries(lambda: store.stat(layout.file), policy)
@@ -235,17 +266,22 @@ def _journal(
     )
 
 
-def stored_chunks(store: ObjectStore, since: str = "latest", policy: RetryPolicy | None = None) -> StoredChunks | None:
+def stored_chunks(
+    store: ObjectStore, since: str = "latest", policy: RetryPolicy | None = None, *, probe: bool = True
+) -> StoredChunks | None:
     """Return the chunks of the published revision, for `CheckpointWriter`; None if the store cannot copy them.
 
     None also if `since` is neither "latest" nor that revision.
 
     One copy is tried, of an upload that is aborted: a server that does not know the request would damage a real one.
+    With `probe=False` it is not: another process of the save does that.
     """
     policy = policy or RetryPolicy()
     manifest, _ = published(store, policy)
     if manifest is None or since not in ("latest", manifest.revision) or not isinstance(store, CopiesParts):
         return None
+    if not probe:
+        return StoredChunks(manifest)
     largest = max(manifest.shards, key=lambda shard: shard.size_bytes)
     writes = writes_parts(store)
     try:
@@ -371,7 +407,7 @@ class CheckpointWriter:
         )
         known, upload = self._known.get((shard, number)), self._begun.uploads[shard]
         copied = False
-        if known is not None and known.digests == digests:
+        if known is not None and known.digests == digests and self._has(layout, upload, number, data):
             record = known
         elif not upload:
             raise PartsDiffer(
@@ -405,6 +441,13 @@ class CheckpointWriter:
                 self.written_bytes += len(data)
         return record
 
+    def _has(self, layout: ShardLayout, upload: str, number: int, data: memoryview) -> bool:
+        """Return whether the store has a part of the interrupted save as it was recorded."""
+        if not isinstance(self._writes, KeepsNoTags):
+            return True  # its tag is the one of the record
+        writes, start = self._writes, layout.parts[number].start
+        return with_retries(lambda: writes.has_part(layout.file, upload, start, data), self._policy)
+
     def _copy(self, layout: ShardLayout, upload: str, number: int, digests: Sequence[str]) -> str | None:
         """Let the store copy a part that the published revision has, and return its tag; None: it must be sent."""
         part = layout.parts[number]
@@ -433,6 +476,8 @@ class CheckpointWriter:
         """
         with self._lock:
             self._records.update({(record.shard, record.part): record for record in records})
+            if not now and not self._journal.is_due():
+                return  # a journal of a large model takes long to build
             # What an interrupted save had written stays in the journal until this save has written it itself.
             parts = {**self._known, **self._records}
         begun = self._begun
@@ -513,14 +558,35 @@ class CheckpointWriter:
         except ObjectChanged as error:
             raise _conflict(self._store) from error
         on_step("cleanup")
-        for key in (SIGNATURE_KEY, AMAX_KEY, BEFORE_KEY):  # of the revision before
-            with_retries(lambda key=key: self._store.delete(key), self._policy)  # type: ignore[misc]
-        with contextlib.suppress(StoreError):  # the checkpoint is complete without it
-            # Beginnings whose answers were lost.
-            abort_uploads(self._store, f"model-{self._begun.revision}-", self._policy)
-        self._journal.remove()
+        self._clean_up()
         on_step("done")
         return manifest
+
+    def _clean_up(self) -> None:
+        """Remove what belongs to the revision before, and to the save. The checkpoint is published, so never raises."""
+        steps: list[Callable[[], object]] = [
+            functools.partial(with_retries, functools.partial(self._store.delete, key), self._policy)
+            for key in (SIGNATURE_KEY, AMAX_KEY, BEFORE_KEY)
+        ]
+        # Beginnings whose answers were lost.
+        steps.append(lambda: abort_uploads(self._store, f"model-{self._begun.revision}-", self._policy))
+        steps.append(self._journal.remove)
+        errors = []
+        for step in steps:
+            try:
+                step()
+            except StoreError as error:
+                errors.append(error)
+        if errors:
+            _LOG.warning(
+                "the new revision is published, but %d of %d things could not be removed that it does not need (an old "
+                "signature, open uploads, the journal): allow the deletion of objects, then `longshore saves --clean "
+                "%s`: %s",
+                len(errors),
+                len(steps),
+                self._store.uri,
+                errors[0],
+            )
 
     def _check_complete(self) -> None:
         missing = Problems(
@@ -591,7 +657,7 @@ class CheckpointWriter:
                 same[name] = info
         if kept != found:
             encoded = kept.encode()
-            with_retries(lambda: _send(self._store, BEFORE_KEY, encoded), self._policy)
+            with_retries(lambda: self._store.put(BEFORE_KEY, encoded), self._policy)
         return same
 
     def _put_file(self, name: str, contents: Contents, same: Mapping[str, ObjectInfo]) -> ManifestFile:
@@ -601,7 +667,7 @@ class CheckpointWriter:
         info = same.get(name)
         if info is None:
             self._check_conflict()
-            info = with_retries(lambda: _send(self._store, name, data), self._policy)
+            info = with_retries(lambda: self._store.put(name, data), self._policy)
         return ManifestFile(
             path=name, size_bytes=len(data), etag=info.etag, source_etag=info.etag, checked_by=WRITTEN, digest=digest
         )
@@ -647,15 +713,6 @@ def _bytes_of(contents: Contents) -> bytes:
             return file.read()
     except OSError as error:
         raise SaveRefused(f"an extra file cannot be read: {error.strerror}", path=os.fspath(contents)) from error
-
-
-def _send(store: ObjectStore, key: str, data: bytes) -> ObjectInfo:
-    if len(data) <= PIECE_BYTES:
-        return store.put(key, data)
-    with store.upload(key) as upload:
-        for place in ByteRange(0, len(data)).split(PIECE_BYTES):
-            upload.write(memoryview(data)[place.start : place.end])
-        return upload.complete()
 
 
 def _conflict(store: ObjectStore, **details: Any) -> SaveConflict:

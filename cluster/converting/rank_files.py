@@ -6,7 +6,8 @@
     model_rank0.pt, pytorch_model_fsdp_rank0.bin       a rank's DTensors or FSDP1's ShardedTensors
 
 A DTensor names its mesh, the rank's place in it and the placements. `dtensor_region` says which part that is. Ranks
-that have the same part are replicas: the first of them is read. Tensors that every rank has whole come from the first.
+that have the same part are replicas: the first of them is read. A plain tensor does not say whether it is whole. So
+those of all ranks are compared: if they are equal, the first is read, and if not, they may be parts, and are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from cluster.converting.assembly import copies_of
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
 from cluster.converting.torch_files import DTYPES, Global, Opaque, StoredTensor, read_torch_file
 from cluster.errors import ConvertError
@@ -28,13 +32,15 @@ from storage.errors import InvalidIndex
 from storage.problems import Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
 
+Copies = tuple[SourceTensor, SourceTensor]
 PYTORCH = "PyTorch state dict"
 FSDP = "FSDP ranks"
 INDEX = "pytorch_model.bin.index.json"
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_MESH = 1 << 20  # processes
 _MAX_NESTING = 4  # dicts in dicts around the weights
-_READERS = 4  # files whose pickles are read at once
+_READERS = 4  # files whose pickles are read at once, and tensors that are compared
+_COMPARED_BYTES = 4 << 20  # of each of two tensors at a time
 _TENSOR = "torch.distributed.tensor."
 _SHARDED = "torch.distributed._shard."
 ALLOWED = (
@@ -156,19 +162,34 @@ def read_ranks(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
 
     with ThreadPoolExecutor(_READERS) as pool:
         states = list(pool.map(unpickled, ranks))
-    tensors = join_ranks(states, [files.keys[rank] for rank in ranks], problems)
+    copies: list[Copies] = []
+    tensors = join_ranks(states, [files.keys[rank] for rank in ranks], problems, copies)
+    with ThreadPoolExecutor(_READERS) as pool:
+        for (first, other), same in zip(copies, pool.map(lambda pair: _is_same(store, *pair), copies), strict=True):
+            if not same:
+                problems.add(
+                    f"{quote(other.name)} is a plain tensor with other numbers in {quote(other.pieces[0].file)} than "
+                    f"in {quote(first.pieces[0].file)}, and nothing says which part it is; save DTensors, or gather it"
+                )
     if problems:
         raise refused(store, FSDP, problems)
     return Source(FSDP, tuple(tensors), other_files(listing, files.folder))
 
 
-def join_ranks(states: Sequence[Mapping[str, Any]], files: Sequence[str], problems: Problems) -> list[SourceTensor]:
+def join_ranks(
+    states: Sequence[Mapping[str, Any]],
+    files: Sequence[str],
+    problems: Problems,
+    copies: list[Copies] | None = None,
+) -> list[SourceTensor]:
     """Return the tensors that the state dicts of all ranks make together.
 
     Args:
         states: The state dict of each rank.
         files: The name of the file of each, for messages.
         problems: Gets a sentence for each thing that does not fit.
+        copies: Gets plain tensors of other ranks than the first that has them, each after that one. They are whole
+            only if both have the same numbers.
     """
     found: dict[str, SourceTensor] = {}
     for state, file in zip(states, files, strict=True):
@@ -199,10 +220,33 @@ def join_ranks(states: Sequence[Mapping[str, Any]], files: Sequence[str], proble
                     f"{known.shape}"
                 )
             else:
+                if copies is not None and isinstance(value, StoredTensor) and one.pieces:
+                    copies.append((known, one))
                 boxes = {(piece.start, piece.shape) for piece in known.pieces}
                 more = tuple(piece for piece in one.pieces if (piece.start, piece.shape) not in boxes)
                 found[one.name] = SourceTensor(one.name, one.dtype, one.shape, (*known.pieces, *more))
     return list(found.values())
+
+
+def _is_same(store: ObjectStore, first: SourceTensor, other: SourceTensor) -> bool:
+    """Return whether two tensors of one shape have the same bytes. Reads both, a little at a time."""
+    if [piece.shape for piece in first.pieces] != [first.shape]:
+        return True  # parts, with which a whole one overlaps: that is another problem
+    size, width = math.prod(first.shape), DTYPE_BITS[first.dtype] // 8
+    step = max(1, _COMPARED_BYTES // width)
+    for low in range(0, size, step):
+        high = min(low + step, size)
+        found = []
+        for tensor in (first, other):
+            data = np.empty((high - low) * width, np.uint8)
+            for copy in copies_of(tensor, low, high, 0, width, _COMPARED_BYTES):
+                raw = read_bytes(store, copy.file, ByteRange(copy.offset_bytes, copy.offset_bytes + copy.read_bytes))
+                values = np.ndarray(copy.shape, f"V{width}", raw, 0, copy.from_strides)
+                np.ndarray(copy.shape, f"V{width}", data.data, copy.to_offset_bytes, copy.to_strides)[...] = values
+            found.append(data)
+        if not np.array_equal(*found):
+            return False
+    return True
 
 
 class _Malformed(Exception):

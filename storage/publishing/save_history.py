@@ -49,7 +49,10 @@ def remember_save(
 ) -> tuple[str, ...]:
     """Add a save to the history, and remove the files of older ones.
 
-    The new revision is visible already, so a store that refuses is only logged.
+    A store that refuses is only logged: the history decides nothing about what is published.
+
+    A save calls it twice: for the revision that it replaces before its manifest is written, as the process of that
+    revision may have been killed before it did so itself, and for its own after that.
 
     Args:
         store: Root of the checkpoint.
@@ -63,11 +66,13 @@ def remember_save(
         The keys that were removed.
     """
     try:
-        history = [*(one for one in read_history(store, policy) if one[0] != save_id), (save_id, training)][-MAX_SAVES:]
-        with_retries(lambda: store.put(HISTORY_KEY, json.dumps(history).encode()), policy)
+        history = list(read_history(store, policy))
+        if (save_id, training) not in history[-1:]:
+            history = [*(one for one in history if one[0] != save_id), (save_id, training)][-MAX_SAVES:]
+            with_retries(lambda: store.put(HISTORY_KEY, json.dumps(history).encode()), policy)
         return () if keep_last is None else _remove(store, history[-keep_last:], revision_of, policy)
     except StoreError as error:
-        _LOG.warning("the new revision is saved, but older ones could not be removed: %s", error)
+        _LOG.warning("the history of saves could not be written, or older revisions could not be removed: %s", error)
         return ()
 
 

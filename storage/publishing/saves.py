@@ -45,6 +45,7 @@ from storage.stores.requests import RetryPolicy, with_retries
 
 MAX_JOURNAL_BYTES = 64 << 20
 MAX_JSON_VALUES = 3_000_000
+COPY_PROBE_KEY = "longshore.save.probe"  # of an upload that tries a copy, and never becomes an object
 MIN_PAUSE_S = 1.0  # between two versions of the journal
 PAUSE_PER_WRITE = 10.0  # times the duration of the last one
 _STATE = re.compile(r"training/([0-9a-f]{16})(?:\.json|/.*)", re.DOTALL)  # files of a training state, by its number
@@ -101,6 +102,10 @@ class StoredJournal:
     def etag(self) -> str | None:
         """Return the version that was written last."""
         return self._etag
+
+    def is_due(self) -> bool:
+        """Return whether `write` would write a version now, without `now`."""
+        return self._clock() >= self._next_s
 
     def write(self, journal: SaveJournal, *, now: bool = False) -> bool:
         """Write a version of the journal, unless the last one was written just now. Return whether it was.
@@ -268,10 +273,12 @@ def list_saves(
     problem = ""
     if etag is not None or journal is not None:  # some stores name no versions
         found.append(Leftover(SAVE_JOURNAL_KEY, "journal", journal.revision if journal else "", 0))
-    for prefix in ("model-", "training/"):
+    for prefix in ("model-", "training/", COPY_PROBE_KEY):
         for upload in with_retries(lambda prefix=prefix: list(writes.open_uploads(prefix)), policy):  # type: ignore[misc]
             state = _STATE.fullmatch(upload.key)
             revision = revision_of(upload.key) if state is None else state[1]
+            if revision is None and upload.key == COPY_PROBE_KEY:
+                revision = ""
             if revision is not None:
                 found.append(Leftover(upload.key, "upload", revision, upload.size_bytes, upload.upload))
     if manifest is not None or info is None:
@@ -288,6 +295,15 @@ def list_saves(
     found.sort(key=lambda item: (item.revision, item.kind, item.key, item.upload))
     named = "" if manifest is None else manifest.revision
     return SavesReport(store.uri, tuple(revisions), named, tuple(found), cleaned=False, problem=problem)
+
+
+def saved_revision(manifest: Manifest | None, revision_of: Callable[[str], str | None]) -> tuple[str, str]:
+    """Return the save and the number of the training state that a manifest names, each "" without one."""
+    if manifest is None:
+        return "", ""
+    saves = (revision_of(shard.path) for shard in manifest.shards)
+    states = (_STATE.fullmatch(file.path) for file in manifest.files)
+    return next((one for one in saves if one), ""), next((found[1] for found in states if found), "")
 
 
 def unused_files(

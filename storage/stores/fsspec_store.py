@@ -53,7 +53,7 @@ from storage.errors import (
 from storage.problems import install_hint, without_secrets
 from storage.store_ref import Credentials, StoreRef, origin
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key
-from storage.stores.parts import OpenUpload, StoredPart
+from storage.stores.parts import OpenUpload
 from storage.stores.requests import (
     PASSING,
     ReadLimit,
@@ -494,10 +494,6 @@ class StreamedStore(FsspecStore):
         with self._lock:
             self._streams[key] = (file, start + len(data))
         return ""
-
-    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
-        """Raise ObjectNotFound, because nobody can continue another's stream."""
-        raise ObjectNotFound("a stream cannot be continued", uri=self.uri, key=key)
 
     def complete_parts(self, key: str, upload: str, parts: Sequence[tuple[int, str]], size_bytes: int) -> ObjectInfo:
         """End the stream, if this process has it, and compare the object's size, and its version with the last tag.

@@ -4,8 +4,8 @@ A key is a path below the root. Symbolic links are followed only below the root 
 Face cache (`_allowed_roots`). Fifos, devices and sockets are refused, because opening one can block or have effects.
 
 Temporary files are in the folder of their final place. No key names them, and their writer holds a lock on them.
-Files that several processes write in parts (`storage.stores.parts`) are hidden in the same way. They have no lock, as
-they outlive their writers.
+Files that several processes write in parts (`storage.stores.parts`) are hidden in the same way. They outlive their
+writers, each of which holds a shared lock only while it writes a part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import secrets
 import socket
 import stat as stat_bits
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,12 +35,14 @@ from storage.errors import (
     UnsupportedStore,
 )
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
-from storage.stores.parts import OpenUpload, StoredPart
+from storage.stores.parts import OpenUpload
 from storage.stores.requests import ReadLimit
 
 TEMP_PREFIX = ".longshore-"
 TEMP_SUFFIX = ".part"
 PARTS_SUFFIX = ".save"  # of a file that is written in parts
+TAKEOVER_S = 5.0  # longest wait for writers of parts when another save continues their upload
+COMPARED_BYTES = 1 << 20  # read at a time to compare a part
 _UPLOAD = re.compile(rf"{re.escape(TEMP_PREFIX)}[0-9a-f]{{16}}-([^/\0]+){re.escape(PARTS_SUFFIX)}")
 
 
@@ -190,8 +193,7 @@ class LocalStore:
 
     def begin_parts(self, key: str) -> str:
         """Create the hidden file of a key. Its name is the upload's id."""
-        path = self._path(check_key(key))
-        name = f"{TEMP_PREFIX}{secrets.token_hex(8)}-{os.path.basename(path)}{PARTS_SUFFIX}"
+        path, name = self._path(check_key(key)), self._new_upload(key)
         with self._translated(key):
             self._check_inside(os.path.realpath(os.path.dirname(path)), key)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -199,16 +201,15 @@ class LocalStore:
         return name
 
     def put_part(self, key: str, upload: str, number: int, start: int, data: memoryview) -> str:
-        """Write a part at its position and sync it. The tag is empty, because a file system keeps none."""
-        with self._translated(key):
-            file = os.open(self._upload_path(key, upload), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                while len(data):
-                    count = os.pwrite(file, data, start)
-                    data, start = data[count:], start + count
-                os.fdatasync(file)
-            finally:
-                os.close(file)
+        """Write a part at its position and sync it. The tag is empty, because a file system keeps none.
+
+        Raises ObjectNotFound for an upload that has ended or that another writer took over.
+        """
+        with self._translated(key), self._part_of(key, upload) as file:
+            while len(data):
+                count = os.pwrite(file, data, start)
+                data, start = data[count:], start + count
+            os.fdatasync(file)
         return ""
 
     def copy_part(
@@ -223,21 +224,53 @@ class LocalStore:
                 found = _info(source, os.fstat(read))
                 if found.etag != etag or found.size_bytes < source_range.end:
                     raise ObjectChanged("the file was replaced meanwhile", uri=self.uri, key=source)
-                write = os.open(self._upload_path(key, upload), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
+                with self._part_of(key, upload) as write:
                     _copy_range(read, source_range, write, start)
                     os.fdatasync(write)
-                finally:
-                    os.close(write)
             finally:
                 os.close(read)
         return ""
 
-    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
-        """Return None, because a file does not know its parts. Raises ObjectNotFound for an upload that has ended."""
+    def take_over(self, key: str, upload: str) -> str | None:
+        """Rename the hidden file while nobody writes a part of it. Its new name is the new id.
+
+        Returns None if a part is still being written after TAKEOVER_S, or if this file system has no locks. Raises
+        ObjectNotFound for an upload that has ended.
+        """
+        path = self._upload_path(key, upload)
+        name = self._new_upload(key)
         with self._translated(key):
-            os.stat(self._upload_path(key, upload), follow_symlinks=False)
-        return None
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                ends_s = time.monotonic() + TAKEOVER_S
+                while True:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except OSError as error:
+                        if error.errno != errno.EWOULDBLOCK or time.monotonic() > ends_s:
+                            return None
+                        time.sleep(0.05)
+                    else:
+                        os.rename(path, self._upload_path(key, name))
+                        return name
+            finally:
+                os.close(file)
+
+    def has_part(self, key: str, upload: str, start: int, data: memoryview) -> bool:
+        """Return whether the hidden file, or with `upload` "" the visible one, has these bytes at that position."""
+        path = self._upload_path(key, upload) if upload else self._path(check_key(key))
+        buffer = memoryview(bytearray(min(len(data), COMPARED_BYTES)))
+        with self._translated(key):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                while len(data):
+                    count = os.preadv(file, [buffer[: len(data)]], start)
+                    if not count or buffer[:count] != data[:count]:
+                        return False
+                    data, start = data[count:], start + count
+            finally:
+                os.close(file)
+        return True
 
     def complete_parts(self, key: str, upload: str, parts: Sequence[tuple[int, str]], size_bytes: int) -> ObjectInfo:
         """Sync the file and rename it. Raises StoreError if it has another size, ObjectNotFound if it has ended."""
@@ -305,6 +338,33 @@ class LocalStore:
                     found=found,
                 )
             return self.put(key, data)
+
+    @contextmanager
+    def _part_of(self, key: str, upload: str) -> Iterator[int]:
+        """Open the hidden file to write a part. Its shared lock keeps `take_over` from renaming it meanwhile."""
+        path = self._upload_path(key, upload)
+        file = -1
+        try:
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                with contextlib.suppress(OSError):  # without locks in this file system, nobody takes the file over
+                    fcntl.flock(file, fcntl.LOCK_SH)
+                os.stat(path, follow_symlinks=False)  # once more, as it may have been renamed before the lock
+            except FileNotFoundError as error:
+                raise ObjectNotFound(
+                    "this upload has ended",
+                    hint="another save to the same place continued or removed it: let one job save there at a time",
+                    uri=self.uri,
+                    key=key,
+                ) from error
+            yield file
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    @staticmethod
+    def _new_upload(key: str) -> str:
+        return f"{TEMP_PREFIX}{secrets.token_hex(8)}-{os.path.basename(key)}{PARTS_SUFFIX}"
 
     def _upload_path(self, key: str, upload: str) -> str:
         """Return the path of the hidden file. Raises StoreError for an id that is not of an upload of that key."""

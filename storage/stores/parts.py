@@ -5,12 +5,18 @@
     copy_part(key, id, number, start, source...)  the same from bytes that the store has (`CopiesParts`)
     complete_parts(key, id, parts, size_bytes)    makes the object visible, whole
     abort_parts(key, id)                          removes what was sent
+    stored_parts(key, id)                         the parts that the store has, with their tags (`KeepsTags`)
+    take_over(key, id) --> id                     continues an upload without its earlier writers (`KeepsNoTags`)
 
 On S3 that is a multipart upload. On a file system it is a hidden file beside the final one, written at positions. The
 parts of a killed writer stay until somebody completes or aborts them, so that a later process can continue.
 
 Stores that write an object by one stream (`in_order`) get the parts of an object in order, from one process. That
 process completes it. The parts of a killed writer are lost there, and objects that are complete stay.
+
+A writer that was taken for dead may go on. S3 completes an upload with the tags of its parts, so a part that such a
+writer has replaced is noticed. A file system keeps no tags: there the upload gets a new id, under which only the later
+writers know it.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ class StoredPart:
 
     number: int  # from 1, as S3 counts
     size_bytes: int
-    tag: str  # proves the version of the part; "" if the store keeps none
+    tag: str  # proves the version of the part
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +63,6 @@ class WritesParts(Protocol):
         """Write part `number`, which begins at byte `start`, and return its tag. It is durable after that."""
         ...
 
-    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
-        """Return the parts that the store can name; None if it cannot. Raises ObjectNotFound for an ended upload."""
-        ...
-
     def complete_parts(self, key: str, upload: str, parts: Sequence[tuple[int, str]], size_bytes: int) -> ObjectInfo:
         """Make the object visible, from all its parts (number, tag) in order.
 
@@ -81,6 +83,32 @@ class WritesParts(Protocol):
 
         Raises ObjectChanged if not.
         """
+        ...
+
+
+@runtime_checkable
+class KeepsTags(Protocol):
+    """A store that has a tag for each version of a part, and completes an object from parts with these tags only."""
+
+    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart]:
+        """Return the parts that the store has, by number. Raises ObjectNotFound for an ended upload."""
+        ...
+
+
+@runtime_checkable
+class KeepsNoTags(Protocol):
+    """A store that writes parts and cannot tell one version of a part from another."""
+
+    def take_over(self, key: str, upload: str) -> str | None:
+        """Return a new id for an upload. Nothing that was sent under the old id arrives after that.
+
+        Returns None if writers of the old id cannot be kept out: begin another upload. Raises ObjectNotFound for an
+        ended upload.
+        """
+        ...
+
+    def has_part(self, key: str, upload: str, start: int, data: memoryview) -> bool:
+        """Return whether the upload has these bytes at byte `start`. With `upload` "": whether the object has them."""
         ...
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import cluster
+from actors.saving.loaded import _source_files
 from cluster.errors import NoRoomToStage, SaveRefused
+from cluster.publishing import list_saves
 from storage.errors import InvalidState, LongshoreError
 from storage.publishing.save_history import parse_history
 
 pytestmark = pytest.mark.slow
+
+
+def raise_interrupt(*given: object) -> None:
+    raise KeyboardInterrupt
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
@@ -42,6 +50,15 @@ def test_the_next_save_waits_and_reports_a_lost_error(tmp_path: Path, caplog: py
     assert "the save in the background to" in caplog.text
     with pytest.raises(LongshoreError):
         failed.result()
+
+
+def test_a_failed_save_keeps_no_copy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    failed = cluster.asave({"a": torch.ones(37, 41)}, tmp_path / "file")
+    with pytest.raises(LongshoreError):
+        failed.result(timeout_s=60)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (37, 41)]
 
 
 def test_an_error_is_reported_at_exit(tmp_path: Path) -> None:
@@ -74,12 +91,45 @@ def test_only_the_last_revisions_stay(tmp_path: Path) -> None:
     assert cluster.verify(uri, progress=False).ok
 
 
+def test_a_save_killed_before_it_is_in_the_history_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = tmp_path / "m"
+    cluster.save(state(0), uri, extra_state={"step": 0}, keep_last=2)
+    first = set(uri.glob("model-*.safetensors"))
+    with monkeypatch.context() as patch:
+        patch.setattr("actors.saving.writer.CheckpointWriter._clean_up", raise_interrupt)  # the manifest is written
+        with pytest.raises(KeyboardInterrupt):
+            cluster.save(state(1), uri, extra_state={"step": 1}, keep_last=2)
+    second = set(uri.glob("model-*.safetensors")) - first
+    cluster.save(state(2), uri, extra_state={"step": 2}, keep_last=2)
+    assert second < set(uri.glob("model-*.safetensors"))
+    assert len(list(uri.glob("training/*/longshore.manifest.json"))) == 2
+    list_saves(uri, clean=True)
+    assert second < set(uri.glob("model-*.safetensors"))
+
+
+def test_a_training_state_is_not_copied_with_a_loaded_model(tmp_path: Path) -> None:
+    uri = str(tmp_path / "m")
+    report = cluster.save(state(1), uri, extra_state={"step": 1}, extra_files={"config.json": b"{}"})
+    about = SimpleNamespace(
+        uri=uri, revision=report.revision, quantization_config=None, precision=SimpleNamespace(dtype="auto")
+    )
+    names = set(_source_files(SimpleNamespace(report=about), {}))
+    assert "config.json" in names
+    assert not [name for name in names if name.startswith("training/")]
+
+
 @pytest.mark.parametrize("data", [b"", b"[]]", b'[["../x", ""]]', b'[["a"]]', b"[" * 100_000, b'[["a", ""]]' * 200_000])
 def test_a_broken_history_is_none(data: bytes) -> None:
     assert parse_history(data) == ()
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/model.safetensors").write_bytes(b"older weights")
+    with pytest.raises(SaveRefused, match="has a model"):
+        cluster.save(state(1), tmp_path / "other")
+    with pytest.raises(SaveRefused, match="names of a model"):
+        cluster.save(state(1), tmp_path / "m", optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
     with pytest.raises(SaveRefused, match="only a pickle"):
         cluster.save(state(1), tmp_path / "m", extra_state={"path": tmp_path})
     with pytest.raises(SaveRefused, match="would be stored for"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import cluster
+from cluster.errors import SaveRefused
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ByteRange, read_bytes
 from storage.stores.open_store import open_store
+from tests.support.free_ports import free_ports
 from tests.support.s3_servers import make_bucket, server_ref
 from tests.support.save_job import full_tensors, llama, run_job, run_jobs
 
@@ -95,6 +100,76 @@ def test_ranks_write_parts_of_one_object_in_s3(
     assert index.revision == second[0].document["revision"] != first[0].document["revision"]
     for name, tensor in full_tensors(1).items():
         assert torch.equal(got[name], tensor), name
+
+
+_PLAIN_RANK = """
+import sys, torch, cluster
+uri, rank = sys.argv[1], int(sys.argv[2])
+common = {"rank": rank, "world_size": 2, "save_timeout_s": 120.0}
+state = {"a": torch.arange(7.0), ["b", "c"][rank]: torch.ones(3) * rank}
+module = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(module.parameters())
+
+def refused(call, ranks):
+    "Return what a rank raises when some ranks alone are refused."
+    try:
+        call()
+    except cluster.errors.SaveRefused as error:
+        assert rank in ranks, error
+    except cluster.errors.SaveError as error:
+        assert rank not in ranks and error.details["rank"] in ranks, error
+    else:
+        raise SystemExit("not refused")
+
+refused(lambda: cluster.save(state, uri, extra_state={"x": object() if rank else 1}, **common), [1])
+refused(lambda: cluster.asave(state, uri, optimizer=None if rank else optimizer, **common), [0])
+clash = {"a": torch.ones(2), "_orig_mod.a": torch.ones(2)}
+refused(lambda: cluster.asave(state if rank else clash, uri, **common), [0])
+refused(lambda: cluster.save(state, uri, model=module, optimizer=optimizer if rank else None, **common), [0, 1])
+refused(lambda: cluster.asave(state, uri, model=module, optimizer=optimizer if rank else None, **common), [0, 1])
+for step, save in enumerate([cluster.save, lambda *a, **o: cluster.asave(*a, **o).result(timeout_s=60)]):
+    save(state, uri, extra_state=None if rank else {"step": step}, **common)
+    assert cluster.load_training_state(uri) == {"step": step}
+assert not torch.distributed.is_initialized()
+"""
+
+
+def test_ranks_without_a_process_group_meet_at_the_address_of_torchrun(tmp_path: Path) -> None:
+    """Also: what one rank alone refuses ends this save for all, and no later one."""
+    (port,) = free_ports(1)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    uri = str(tmp_path / "model")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PLAIN_RANK, uri, str(rank)],
+            env={**os.environ, **place},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in started:
+            _, log = process.communicate(timeout=400)
+            assert process.returncode == 0, log
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert cluster.verify(uri, progress=False).ok
+    with cluster.safe_open(uri) as opened:
+        assert sorted(opened.keys()) == ["a", "b", "c"]
+        assert torch.equal(opened.get_tensor("c"), torch.ones(3))
+
+
+def test_ranks_that_cannot_meet_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(SaveRefused, match="MASTER_ADDR"):
+        cluster.save({"a": torch.ones(2)}, tmp_path / "model", rank=0, world_size=2)
+    with pytest.raises(SaveRefused, match="rank is 2"):
+        cluster.save({"a": torch.ones(2)}, tmp_path / "model", rank=2, world_size=2)
+    assert cluster.save({"a": torch.ones(2)}, tmp_path / "model", rank=0, world_size=1).world_size == 1
 
 
 def test_every_problem_of_every_rank_is_one_error(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,13 @@ from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checkpoints.model_index import chunk_bounds
 from storage.checkpoints.replaced_files import BEFORE_KEY, ReplacedFiles, put_back, read_replaced
 from storage.checkpoints.safetensors_header import parse_header
-from storage.errors import IntegrityError, ObjectChanged, PublishError, StoreUnavailable
+from storage.errors import AccessDenied, IntegrityError, ObjectChanged, ObjectNotFound, PublishError, StoreUnavailable
+from storage.publishing import saves
 from storage.publishing.publish import publish
 from storage.publishing.save_history import interrupted_saves, remember_save
-from storage.publishing.saves import list_saves, parse_journal, put_if, remove_leftovers, writes_parts
+from storage.publishing.saves import COPY_PROBE_KEY, list_saves, parse_journal, put_if, remove_leftovers, writes_parts
 from storage.publishing.verify import verify
+from storage.stores import local
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.local import LocalStore
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
@@ -221,6 +226,86 @@ def test_of_two_saves_the_later_one_wins(store: ObjectStore) -> None:
     with pytest.raises(SaveConflict):
         first.commit()
     assert open_model(store).revision == revision
+
+
+def interrupted(store: ObjectStore, model: dict[str, np.ndarray]) -> Callable[[], object]:
+    """Write all of a save but its last part. Return a call by which another rank than 0 writes that."""
+    layouts, begun = begin(store, model)
+    first = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    late = layouts[-1].parts[-1]
+    for shard, start, data in ranges(layouts, model, 300_001):
+        if shard < len(layouts) - 1 or start + len(data) <= late.start:
+            first.write(shard, start, data)
+    first.note([], now=True)
+    other, place = (
+        CheckpointWriter(store, layouts, begun, policy=POLICY),
+        (len(layouts) - 1, len(layouts[-1].parts) - 1),
+    )
+    return lambda: other.write_part(*place, memoryview(bytes(late.size_bytes)))
+
+
+def test_ranks_of_an_earlier_save_that_still_run_change_nothing(tmp_path: Path) -> None:
+    """Rank 0 alone reads the journal, so the other ranks of the earlier save go on."""
+    store = LocalStore(tmp_path)
+    write_late = interrupted(store, arrays(1))
+    layouts, begun = begin(store, arrays(2))
+    later = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(later, layouts, arrays(2))
+    with pytest.raises(ObjectNotFound, match="ended"):
+        write_late()
+    revision = later.commit().revision
+    assert verify(store).ok
+    assert open_model(store).revision == revision
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 60.0])
+def test_a_part_being_written_keeps_an_upload_from_being_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    """An open descriptor follows a rename. The later save waits for it, or leaves the file alone."""
+    monkeypatch.setattr(local, "TAKEOVER_S", wait_s)
+    store, pwrite = LocalStore(tmp_path), os.pwrite
+    write_late = interrupted(store, arrays(1))
+    is_open, may_write = threading.Event(), threading.Event()
+
+    def late(file: int, data: memoryview, start: int) -> int:
+        if threading.current_thread() is thread:
+            is_open.set()
+            may_write.wait(60)
+        return pwrite(file, data, start)
+
+    thread = threading.Thread(target=write_late)
+    monkeypatch.setattr(os, "pwrite", late)
+    thread.start()
+    assert is_open.wait(60)
+    if wait_s:
+        threading.Timer(0.3, may_write.set).start()
+    layouts, begun = begin(store, arrays(2))
+    assert may_write.is_set() == bool(wait_s)
+    later = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(later, layouts, arrays(2))
+    may_write.set()
+    thread.join(60)
+    later.commit()
+    assert verify(store).ok
+    assert list_saves(store, revision_of_file, POLICY).leftovers == ()
+
+
+def test_a_part_counts_as_written_if_the_file_has_its_bytes(tmp_path: Path) -> None:
+    """The second save is killed after it has replaced parts, and before it has written that to the journal."""
+    store = LocalStore(tmp_path)
+    for seed in (1, 2):
+        layouts, begun = begin(store, arrays(seed))
+        writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+        write_all(writer, layouts, arrays(seed))
+        if seed == 1:
+            writer.note([], now=True)
+    layouts, begun = begin(store, arrays(1))
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(writer, layouts, arrays(1))
+    writer.commit()
+    assert verify(store).ok
 
 
 def test_a_save_that_is_abandoned_leaves_the_journal_of_another(store: ObjectStore) -> None:
@@ -470,6 +555,50 @@ def test_uploads_whose_beginning_was_lost_are_ended(tmp_path: Path) -> None:
     write_all(writer, layouts, model)
     writer.commit()
     assert list_saves(store, revision_of_file, POLICY).leftovers == ()
+
+
+def test_a_published_save_that_may_not_delete_is_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class KeepsAll(LocalStore):
+        def delete(self, key: str) -> None:
+            raise AccessDenied("no right to delete", key=key)
+
+    with caplog.at_level(logging.WARNING, "longshore.save"):
+        revision = save(KeepsAll(tmp_path), arrays())
+    assert "is published" in caplog.text
+    assert open_model(LocalStore(tmp_path)).revision == revision
+    assert save(LocalStore(tmp_path), arrays(1)) == open_model(LocalStore(tmp_path)).revision
+    assert verify(LocalStore(tmp_path)).ok
+
+
+def test_the_upload_that_tried_a_copy_is_listed(store: ObjectStore) -> None:
+    writes_parts(store).begin_parts(COPY_PROBE_KEY)
+    (left,) = interrupted_saves(store, revision_of_file, POLICY, clean=True).leftovers
+    assert (left.key, left.kind) == (COPY_PROBE_KEY, "upload")
+    assert interrupted_saves(store, revision_of_file, POLICY).leftovers == ()
+
+
+def test_extra_files_are_sent_without_an_upload(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without the save's name could not be told from those of other programs, so no command would end it."""
+    if isinstance(store, LocalStore):
+        pytest.skip("a folder sweeps what killed writers left of one file")
+    monkeypatch.setattr(type(store), "upload", lambda *given: pytest.fail("began an upload"))
+    commit(store, {"w": np.zeros(3, np.uint8)}, {"tokenizer.json": bytes(9 << 20)})
+    assert verify(store).ok
+
+
+def test_a_journal_that_is_not_due_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = LocalStore(tmp_path), arrays()
+    layouts, begun = begin(store, model)
+    writer = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(writer, layouts, model)
+    records = writer.take_records()
+    monkeypatch.setattr(saves, "MIN_PAUSE_S", 3600.0)
+    writer.note(records)
+    built: list[Any] = []
+    monkeypatch.setattr("actors.saving.writer._journal", lambda *given: built.append(given))
+    for record in [records[0]] * 100:
+        writer.note([record])
+    assert not built
 
 
 def test_damaged_notes_of_replaced_files_are_ignored(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 import cluster
 from cluster.command_line.cli import main
+from cluster.converting import rank_files
 from storage.errors import LongshoreError, StoreError
 from storage.publishing import saves
 from storage.stores.embedded_s3 import EmbeddedS3
@@ -62,6 +63,26 @@ def state(scale: int = 1) -> dict[str, Any]:
         "a.none": torch.zeros(0, 3),
         "a.mask": torch.tensor([True, False]),
     }
+
+
+def test_plain_tensors_of_ranks_are_whole_only_if_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_files, "_COMPARED_BYTES", 10_000)
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for rank in range(3):
+        torch.save(state(), source / f"model_rank{rank}.pt")
+    cluster.convert(source, out, progress=False)
+    check_equal(tensors_in(out), state())
+    other = state()
+    other["a.turned"][39, 499] += 1
+    other["a.mask"][1] = True
+    torch.save(other, source / "model_rank2.pt")
+    with pytest.raises(LongshoreError, match="is a plain tensor with other numbers") as caught:
+        cluster.convert(source, tmp_path / "new", progress=False)
+    assert "'a.turned'" in str(caught.value)
+    assert "'a.mask'" in str(caught.value)
+    assert "'a.half'" not in str(caught.value)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

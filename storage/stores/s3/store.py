@@ -397,7 +397,7 @@ class S3Store:
             raise UnsupportedStore("this server cannot copy parts", uri=self.uri, key=key)
         return tag
 
-    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart] | None:
+    def stored_parts(self, key: str, upload: str) -> Mapping[int, StoredPart]:
         """Return the parts of an upload. Raises ObjectNotFound if it is complete or was aborted."""
         found: dict[int, StoredPart] = {}
         with self._asking(key):
