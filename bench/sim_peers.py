@@ -194,10 +194,14 @@ class FeedingNode(SimAgent):
         down_bytes_s: float,
         lease_deadline_s: float,
     ) -> None:
-        """`others`: all nodes by the incarnation of their agents, to be filled."""
+        """`others`: all nodes by the incarnation of their agents, to be filled.
+
+        A member that is `filled` has everything, and keeps nothing.
+        """
         chunk_bytes = tables.chunks.largest_bytes
         super().__init__(clock, rates, tables.chunks.sizes_bytes().tolist(), chunk_bytes)
         self.number, self.node_id = number, members[number].node_id
+        self.is_filled = members[number].filled
         self.store, self.others = store, others
         self.up = Uplink(clock, up_bytes_s)
         self.down_bytes_s, self.downlink_free_s = down_bytes_s, 0.0
@@ -207,11 +211,11 @@ class FeedingNode(SimAgent):
         self.ranks = [self.rank]
         self._job = NodeJob(
             load_id=LOAD,
-            attempt=1,
+            attempt=members[number].attempt,
             shared=b"",
             store_identity="made up",
             ranks=(number,),
-            done=frozenset(),
+            done=frozenset((number,) if self.is_filled else ()),
             min_slots=min_slots(1),
             chunk_attempts=3,
             lease_deadline_s=lease_deadline_s,
@@ -236,7 +240,8 @@ class FeedingNode(SimAgent):
             tables = replace(tables, routes=None).lends(LendingFacts(self.node_id, b"model", b"key", (0.0, 0.0)))
         self.ledger.begin(self._job, 0.0, tables)
         self.ledger.use_lenders([Lenders(b"model", 1, lenders)])
-        self.rank.join()
+        if not self.is_filled:
+            self.rank.join()
 
     # -- as a server -------------------------------------------------------------------------------------------
 
@@ -491,17 +496,20 @@ class Cluster:
         lease_deadline_s: float,
         *,
         lends: bool = False,
+        filled: int = 0,
     ) -> None:
         """`speeds`: of each node, which part of the NIC's rate it sends and receives at.
 
-        `lends`: nobody plans the load, and nodes share it out as readers do.
+        `lends`: nobody plans the load, and nodes share it out as readers do. `filled`: the first so many nodes have
+        the model, and the others join.
         """
         self.clock = Clock()
         self.store = Uplink(self.clock, rates.store_bytes_s)
         self.nodes: list[FeedingNode] = []
         self._done = False
         members = tuple(
-            NodePeer(f"node-{number}", (number,), Peer("10.0.0.1", 1000, f"{number}")) for number in range(len(speeds))
+            NodePeer(f"node-{at}", (at,), Peer("10.0.0.1", 1000, f"{at}"), int(at >= filled), filled=at < filled)
+            for at in range(len(speeds))
         )
         sources = ((node.node_id, node.peer) for node in members if lends and node.peer is not None)
         self._lenders = tuple(Lender(name, PeerSource(peer, LOAD, b"key"), 1.0, True) for name, peer in sources)
@@ -524,5 +532,5 @@ class Cluster:
     def _tick(self) -> None:
         for node in self.nodes:
             node.tick()
-        self._done = all(node.is_dead or node.complete for node in self.nodes)
+        self._done = all(node.is_dead or node.is_filled or node.complete for node in self.nodes)
         self.clock.after(TICK_S, self._tick)

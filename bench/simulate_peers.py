@@ -40,6 +40,7 @@ class PeerCase:
     lost_every_s: float = 0.0  # a node is lost so often; 0: none
     store_delay_s: float = 0.0
     lends: bool = False
+    filled: int = 0  # nodes that had the model before the others came, and keep nothing of it
 
     @property
     def hops(self) -> int:
@@ -75,7 +76,7 @@ def simulate_peers(case: PeerCase, rates: Rates, *, lease_deadline_s: float = 36
     slow_speed = 1 / SLOW if case.slow_up else 1.0, 1 / SLOW if case.slow_down else 1.0
     tables = ReplicaTables.of_size(case.chunks, CHUNK_BYTES)
     speeds = [slow_speed] * slow + [(1.0, 1.0)] * (case.nodes - slow)
-    cluster = Cluster(tables, rates, speeds, lease_deadline_s, lends=case.lends)
+    cluster = Cluster(tables, rates, speeds, lease_deadline_s, lends=case.lends, filled=case.filled)
     cluster.nodes[-1].store_latency_s += case.store_delay_s
     limit_s = case.limit_s(rates)
     if case.lost_every_s:
@@ -84,7 +85,8 @@ def simulate_peers(case: PeerCase, rates: Rates, *, lease_deadline_s: float = 36
             cluster.clock.at(when_s, functools.partial(_lose, cluster, cluster.nodes[case.nodes - 1 - number]))
             number += 1
     cluster.run(10 * limit_s + STANDSTILL_S)
-    healthy = [node for node in cluster.nodes[slow : case.nodes - bool(case.store_delay_s)] if not node.is_dead]
+    measured = cluster.nodes[slow + case.filled : case.nodes - bool(case.store_delay_s)]
+    healthy = [node for node in measured if not node.is_dead]
     load_s = max(node.finished_s for node in healthy)
     causes: dict[str, int] = {}
     for node in cluster.nodes:

@@ -88,11 +88,13 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class NodePeer:
-    """A node that takes part in a load."""
+    """A node that takes part in a load, with the ranks that one attempt brought there."""
 
     node_id: str
     ranks: tuple[int, ...]  # of the load, there
     peer: Peer | None  # where it serves chunks; None: nowhere
+    attempt: int = 1  # nodes of one attempt feed each other; they ask those of earlier ones before the store
+    filled: bool = False  # its ranks were complete when this was written: it may ask for nothing more
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,22 @@ class Lenders:
 
 
 @dataclass(frozen=True, slots=True)
+class OlderLoad:
+    """An older load of the same revision, whose nodes may have the chunks of a later one."""
+
+    load_id: str
+    key: bytes = field(repr=False)  # of `PeerSource`
+    nodes: tuple[NodePeer, ...]  # that serve, and have no ranks of the later load
+    tables: bytes = field(default=b"", repr=False)  # packed SharedTables: which chunks each may have. Empty: unknown
+
+
+@dataclass(frozen=True, slots=True)
 class Members:
     """The nodes of a load, and those of others, as far as they may read chunks from each other."""
 
     nodes: tuple[NodePeer, ...] = ()  # all of the load; empty: each reads the store for itself
     key: bytes = field(default=b"", repr=False)  # of the load; see `PeerSource`
-    lenders: tuple[PeerSource, ...] = ()  # nodes of other loads of the same revision, which may have its chunks
+    older: tuple[OlderLoad, ...] = ()
 
     def pack(self) -> bytes:
         """Return the members as bytes, for `unpack`. Agents get them beside a `NodeJob`."""

@@ -20,7 +20,7 @@ from typing import Any
 from cluster.errors import LoadCancelled, ModelBroken, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
 from cluster.layouts.mesh import Layout
-from cluster.messages import AgentBeat, Assignment, Members, NodePeer, PeerSource
+from cluster.messages import AgentBeat, Assignment, Members, NodePeer, OlderLoad
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
@@ -141,7 +141,7 @@ def is_update(load_id: str) -> bool:
     return load_id.startswith(_UPDATE)
 
 
-MOST_LENDERS = 16  # nodes of other loads that a load may read chunks from
+MOST_OLDER_LOADS = 8  # whose nodes a load may read chunks from
 
 
 @dataclass(slots=True)
@@ -250,35 +250,49 @@ class ModelRecord:
             with self._logged():
                 self.events.left_out(time.time(), nodes.get(node_id, node_id), others)
 
-    def members(self, others: Iterable[ModelRecord] = ()) -> Members:
+    def members(self, others: Iterable[ModelRecord] = (), *, together: bool = False) -> Members:
         """Return the nodes that may read chunks from each other; none where no node serves any.
 
         Nodes of `others` lend their chunks if their load is of the same revision and older. So nodes of two loads never
-        wait for each other. While ranks join, the nodes of the model's other ranks lend theirs.
+        wait for each other. Nodes of the model's own earlier attempts do so too, unless all begin `together`.
         """
-        ranks: dict[str, list[int]] = {}
-        for rank, placement in sorted(self.placements.items()):
-            ranks.setdefault(placement.node_id, []).append(rank)
-        weights = sending_weights({node_id: self.peer_rates.get(node_id, (0.0, 0.0)) for node_id in ranks})
-        sends = {node_id: self.peers.get(node_id) for node_id in ranks if weights[node_id]}
-        found = tuple(NodePeer(node_id, tuple(ranks[node_id]), sends.get(node_id)) for node_id in sorted(ranks))
+        found = self._node_peers(together=together)
         same = (
-            other
+            (other, tuple(node for node in other._node_peers() if node.peer and node.node_id not in self.nodes))
             for other in others
             if other.is_usable and other.created_s < self.created_s and self._has_chunks_of(other)
         )
-        # What ranks that join need, the nodes of the other ranks may have.
-        own = [self.peers.get(node_id) for node_id in sorted(self.serving_nodes)] if self.beyond() else []
-        lenders = (
-            *(PeerSource(peer, self.model_id, self.peer_key) for peer in own if peer is not None),
-            *(
-                PeerSource(peer, other.model_id, other.peer_key)
-                for other in same
-                for node_id, peer in sorted(other.peers.items())
-                if peer is not None and node_id not in ranks and node_id in other.nodes
-            ),
-        )[:MOST_LENDERS]
-        return Members(found, self.peer_key, lenders) if lenders or any(node.peer for node in found) else Members()
+        older = tuple(
+            # While ranks come or go the plan may not know all of them.
+            OlderLoad(
+                other.model_id,
+                other.peer_key,
+                nodes,
+                b"" if other.plan is None or other.beyond() else other.plan.shared,
+            )
+            for other, nodes in same
+            if nodes
+        )[:MOST_OLDER_LOADS]
+        return Members(found, self.peer_key, older) if older or any(node.peer for node in found) else Members()
+
+    def _node_peers(self, *, together: bool = False) -> tuple[NodePeer, ...]:
+        """Return the nodes that have ranks, and where they serve chunks. `together`: as one attempt."""
+        shares: dict[tuple[int, str], list[Placement]] = {}
+        for _, placement in sorted(self.placements.items()):
+            shares.setdefault((1 if together else placement.attempt, placement.node_id), []).append(placement)
+        node_ids = {node_id for _, node_id in shares}
+        weights = sending_weights({node_id: self.peer_rates.get(node_id, (0.0, 0.0)) for node_id in node_ids})
+        sends = {node_id: self.peers.get(node_id) for node_id in node_ids if weights[node_id]}
+        return tuple(
+            NodePeer(
+                node_id,
+                tuple(placement.rank for placement in placements),
+                sends.get(node_id),
+                attempt,
+                filled=not together and all(placement.report is not None for placement in placements),
+            )
+            for (attempt, node_id), placements in sorted(shares.items())
+        )
 
     def _has_chunks_of(self, other: ModelRecord) -> bool:
         return bool(self.revision) and (self.revision, self.request.uri) == (other.revision, other.request.uri)
@@ -291,11 +305,6 @@ class ModelRecord:
     def beyond(self) -> list[Placement]:
         """Return the placements of ranks that are not the layout's: they join, or are about to be removed."""
         return [placement for rank, placement in sorted(self.placements.items()) if rank >= self.request.world_size]
-
-    @property
-    def serving_nodes(self) -> set[str]:
-        """Ids of the nodes that have ranks of the layout."""
-        return {place.node_id for rank, place in self.placements.items() if rank < self.request.world_size}
 
     def has(self, placement: Placement) -> bool:
         """Return False when the rank was removed, or was placed anew."""

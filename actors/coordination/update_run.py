@@ -227,7 +227,7 @@ class UpdateRun:
         record = self._record
         if record.update is None or not host_bytes:
             return
-        members = await in_message(record.members().pack())
+        members = await in_message(record.members(together=True).pack())
         self._tables = members, await in_message(update.shared, apart=not isinstance(members, bytes))
         jobs = update_jobs(record, record.update, host_bytes, self._config)
         await record.say_update(

@@ -261,7 +261,7 @@ class JobTables:
         # Local files, what goes past the arena, and objects of which nodes may see different versions, are not sent.
         sure = shared.chunks.hash_name is not None or all(shard.etag is not None for shard in shared.shards)
         sends = members.nodes and sure and not job.is_local and job.placement != "direct"
-        routes = PeerRoutes(members, job.load_id, node_id, shared) if sends else None
+        routes = PeerRoutes(members, job.load_id, node_id, shared, job.ranks) if sends else None
         return cls(shared, needs, shared.chunks.largest_bytes, routes, members.key)
 
 

@@ -107,7 +107,7 @@ class PeerExchange:
         self._aside: dict[bool, list[int]] = {True: [], False: []}  # heaps of chunks without room, by `feeds`
         self._asking: dict[tuple[int, str], float] = {}  # (chunk, node that waits for it) -> when it was seen last
         self._reading: Counter[tuple[int, str]] = Counter()
-        self._late: set[str] = set()
+        self._late: set[str] = set(routes.filled)
         self._begun: set[str] = set()  # nodes that have asked for a chunk or sent one
         self._began_s = math.inf  # when the first chunk came here
         self._heard: dict[str, tuple[float, int]] = {}  # node -> when it asked last, and for which chunk at most
@@ -216,6 +216,7 @@ class PeerExchange:
         sources = () if lease is None else lease.sources
         for source in (sources[at] for at in commit.failed_peers if at < len(sources)):
             self._routes.leave_out(source, now_s + LEFT_OUT_S)
+        self._routes.answered(sources, commit.peer, now_s)
         if 0 <= commit.peer < len(sources):
             self.received_bytes.update(credited(commit, sources, cached.length_bytes))
             self._received += 1

@@ -17,6 +17,10 @@ at the node that has handed it over. So there is no circle either.
 
 Nodes that serve nothing come last in the order, and nobody reads from them.
 
+Nodes that began before are in no tree. They are *lenders*: those of earlier attempts of the load, where ranks join or
+were moved, and those of older loads of the same revision. The home of a chunk asks those that needed it too, before it
+reads the store. They never ask the nodes of a later attempt or load. So nodes do not wait in a circle here either.
+
 The circle turns by the golden ratio from chunk to chunk (Knuth, The Art of Computer Programming 3, section 6.4, on
 multiplicative hashing). So every node sends about every FAN_OUT-th chunk FAN_OUT times, and never many in a row. With
 an order drawn at random for each chunk, nodes would have too much to send at one time and nothing at another: in a
@@ -28,14 +32,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.messages import Members, NodePeer, PeerSource
-from cluster.planning.packed_plan import SharedTables
+from cluster.planning.packed_plan import SharedTables, unpack_shared
 from storage.peers import Peer
 
 FAN_OUT = 3
@@ -45,6 +50,9 @@ LEFT_OUT_S = 30.0  # a node that does not answer is asked again after this time
 # Work of one node to find out what the others need: chunks times ranks with different parts; 10^8 take 10 to 20 s. With
 # more, as where 1,024 nodes share out a model of 1T parameters, nodes form blocks, and each block reads the store once.
 MOST_NEEDS = 100_000_000
+# The same for the lenders: 10^7 take 1 to 2 s. What the others may have is unknown, and they are asked for any chunk.
+MOST_LENT_NEEDS = 10_000_000
+MOST_MISSES = 32  # a lender that had none of so many chunks, the first ones, keeps nothing: it is left out for a while
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 _KEPT_ORDERS = 512
 
@@ -88,17 +96,122 @@ class _Order:
             yield from range(place + self.serving, len(self._needing), self.serving)
 
 
+class _Lenders:
+    """The nodes of older loads, and of earlier attempts of this one, which may have its chunks."""
+
+    def __init__(self, load_id: str, node_id: str, attempt: int, tables: SharedTables) -> None:
+        """`attempt`: of the nodes that this one shares chunks with."""
+        self._load_id, self._node_id, self._attempt, self._tables = load_id, node_id, attempt, tables
+        self._known: dict[tuple[str, Hashable], NDArray[np.uint8]] = {}  # (load, parts) -> a bit for each chunk
+        self._of_load: dict[str, SharedTables | None] = {load_id: tables}
+        self._left_needs = MOST_LENT_NEEDS
+        self._groups: list[list[PeerSource]] = []  # nodes that may have the same chunks
+        self._needs = np.zeros((0, 0), np.uint8)
+        self._found: dict[bytes, tuple[PeerSource, ...]] = {}  # by the groups that have a chunk
+        self._out: dict[Peer, float] = {}  # nodes that failed, and until when
+        self._empty: dict[Peer, float] = {}  # nodes that keep nothing, and until when they are left out
+        self._misses: Counter[Peer] = Counter()  # of nodes that have given nothing yet
+        self._given: set[Peer] = set()  # nodes that had a chunk
+        self.peers: frozenset[Peer] = frozenset()
+
+    def use(self, members: Members) -> None:
+        """Take over which nodes there are."""
+        own = next((node.peer for node in members.nodes if node.node_id == self._node_id), None)
+        earlier = [node for node in members.nodes if node.attempt < self._attempt]
+        groups: dict[tuple[str, Hashable], dict[PeerSource, None]] = {}
+        for load_id, key, nodes, packed in (
+            (self._load_id, members.key, earlier, b""),
+            *((each.load_id, each.key, each.nodes, each.tables) for each in members.older),
+        ):
+            if load_id not in self._of_load:
+                self._of_load[load_id] = self._unpacked(packed)
+            for node in nodes:
+                if node.peer is not None and node.peer != own:
+                    where = load_id, self._parts(load_id, node.ranks)
+                    groups.setdefault(where, {})[PeerSource(node.peer, load_id, key)] = None
+        self._groups = [list(sources) for sources in groups.values()]
+        self._needs = np.array([self._known[where] for where in groups], np.uint8)
+        self._found.clear()
+        self.peers = frozenset(source.peer for sources in self._groups for source in sources)
+
+    def _unpacked(self, packed: bytes) -> SharedTables | None:
+        """Return the tables of an older load; None: they are unknown, or have other chunks."""
+        tables = unpack_shared(packed) if packed else None
+        return tables if tables is not None and len(tables.chunks) == len(self._tables.chunks) else None
+
+    def _parts(self, load_id: str, ranks: Sequence[int]) -> Hashable:
+        """Return a value that is equal for nodes of the load which may have the same chunks, once these are known."""
+        tables, chunks = self._of_load[load_id], len(self._tables.chunks)
+        parts = None if tables is None else tables.parts(ranks)
+        if (load_id, parts) not in self._known and tables is not None and self._left_needs >= chunks * len(ranks):
+            self._left_needs -= chunks * len(ranks)
+            self._known[load_id, parts] = _needed(tables, ranks)
+        elif (load_id, parts) not in self._known:
+            parts = None
+            self._known[load_id, parts] = np.full(-(-chunks // 8), 255, np.uint8)
+        return parts
+
+    def sources(self, chunk: int) -> list[PeerSource]:
+        """Return nodes that may have the chunk, to be asked in this order."""
+        if not self._groups:
+            return []
+        key = np.packbits((self._needs[:, chunk >> 3] >> (7 - (chunk & 7))) & 1).tobytes()
+        lenders = self._found.get(key)
+        if lenders is None:
+            bits = np.unpackbits(np.frombuffer(key, np.uint8), count=len(self._groups))
+            having = itertools.chain.from_iterable(self._groups[at] for at in np.flatnonzero(bits))
+            if len(self._found) >= _KEPT_ORDERS:
+                self._found.clear()
+            lenders = self._found[key] = tuple(having)
+        turned = (lenders[(chunk + at) % len(lenders)] for at in range(len(lenders)))
+        asked = (source for source in turned if source.peer not in self._out and source.peer not in self._empty)
+        return list(itertools.islice(asked, MOST_SOURCES))
+
+    def answered(self, sources: Sequence[PeerSource], gave: int, now_s: float) -> None:
+        """Note that of these nodes the one at `gave` had a chunk, and none before it. -1: it came from the store."""
+        if 0 <= gave < len(sources):
+            self._given.add(sources[gave].peer)
+        self._misses.update(source.peer for source in (sources[:gave] if gave >= 0 else sources))
+        for peer in (source.peer for source in sources if source.peer not in self._given):
+            if self._misses[peer] >= MOST_MISSES:
+                self._empty[peer] = now_s + LEFT_OUT_S
+
+    def leave_out(self, peer: Peer, until_s: float) -> None:
+        """Ask this node for nothing until then, if it is one of them."""
+        if peer in self.peers:
+            self._out[peer] = until_s
+
+    @property
+    def left_out(self) -> Iterable[Peer]:
+        """The nodes that failed."""
+        return self._out.keys()
+
+    def forget(self, now_s: float) -> None:
+        """Ask again the nodes whose time is over."""
+        self._out = {peer: until_s for peer, until_s in self._out.items() if until_s >= now_s}
+        self._empty = {peer: until_s for peer, until_s in self._empty.items() if until_s >= now_s}
+
+
 class PeerRoutes:
     """The ways of one load's chunks between its nodes, as one of them sees them."""
 
-    def __init__(self, members: Members, load_id: str, node_id: str, tables: SharedTables) -> None:
-        """`node_id`: this node's."""
-        groups = _groups(members.nodes, node_id, tables)
+    def __init__(
+        self, members: Members, load_id: str, node_id: str, tables: SharedTables, ranks: Collection[int] = ()
+    ) -> None:
+        """
+        Args:
+            node_id: This node's.
+            ranks: Those that begin here now. They say with which nodes this one shares chunks, if it has others too.
+        """
+        own = [node for node in members.nodes if node.node_id == node_id]
+        attempt = max(own, key=lambda node: (not {*ranks}.isdisjoint(node.ranks), node.attempt)).attempt if own else 1
+        self._lenders = _Lenders(load_id, node_id, attempt, tables)
+        self._lenders.use(members)
+        groups = _groups([node for node in members.nodes if node.attempt == attempt], node_id, tables)
         nodes = sorted(itertools.chain(*groups), key=lambda node: (node.peer is None, _hash(node.node_id)))
         self._nodes = nodes
         self._key, self._load_id = members.key, load_id
-        own = next((node.peer for node in members.nodes if node.node_id == node_id), None)
-        self._lenders = tuple(lender for lender in members.lenders if lender.peer != own)
+        self.filled = {node.node_id for node in nodes if node.filled}
         self._index = {node.node_id: at for at, node in enumerate(nodes)}
         self._own = self._index.get(node_id, -1)
         self._serving = sum(node.peer is not None for node in nodes)
@@ -106,21 +219,17 @@ class PeerRoutes:
         self._needs = np.zeros((len(groups), -(-len(tables.chunks) // 8)), np.uint8)  # a bit for each chunk
         for number, group in enumerate(groups):
             self._group[[self._index[node.node_id] for node in group]] = number
-            needed = np.zeros(len(tables.chunks), bool)
-            for rank in group[0].ranks:
-                needed[tables.chunk_ids(rank)] = True
-            self._needs[number] = np.packbits(needed)
+            self._needs[number] = _needed(tables, group[0].ranks)
         self._orders: dict[bytes, _Order] = {}
         self._found: dict[int, tuple[_Order, int, int | None]] = {}  # by chunk; each is looked for some ten times
         self._left_out: dict[int, float] = {}  # nodes that did not answer this one, and until when
-        self._lenders_out: dict[Peer, float] = {}  # the same of lenders
         self._bypassed: dict[int, float] = {}  # nodes that others left out, and until when
         self._handing_over: dict[int, float] = {}  # nodes that asked this one instead of the store, and until when
 
     @property
     def alone(self) -> bool:
         """True when there is no other node to read from."""
-        return len(self._nodes) < 2 and not self._lenders
+        return len(self._nodes) < 2 and not self._lenders.peers
 
     @property
     def hops(self) -> int:
@@ -140,7 +249,7 @@ class PeerRoutes:
         next_home = (at for at in before if at not in found and order.node(at, turn) not in self._left_out)
         named = self._named(order, turn, [*found, *itertools.islice(next_home, 1)])
         named[len(found) :] = [replace(source, in_place=bool(found)) for source in named[len(found) :]]
-        return named or self._borrow(chunk)
+        return named or self._lenders.sources(chunk)
 
     def heirs(self, chunk: int) -> list[PeerSource]:
         """Return the nodes to ask, in this order, if this node is to read the store and hands the chunk over."""
@@ -155,10 +264,10 @@ class PeerRoutes:
         peers = (self._nodes[order.node(at, turn)].peer for at in places[:MOST_SOURCES])
         return [PeerSource(peer, self._load_id, self._key) for peer in peers if peer is not None]
 
-    def _borrow(self, chunk: int) -> list[PeerSource]:
-        """Return nodes of other loads that may have the chunk. Only its home asks them, as it would ask the store."""
-        lenders = [lender for lender in self._lenders if lender.peer not in self._lenders_out]
-        return [lenders[(chunk + at) % len(lenders)] for at in range(min(len(lenders), MOST_SOURCES))]
+    def answered(self, sources: Sequence[PeerSource], gave: int, now_s: float) -> None:
+        """Note that of these nodes the one at `gave` had a chunk, and none before it. -1: it came from the store."""
+        if sources and sources[0].peer in self._lenders.peers and self.node_at(sources[0].peer) == "":
+            self._lenders.answered(sources, gave, now_s)
 
     def askers(self, chunk: int) -> set[str]:
         """Return the ids of the nodes that will read the chunk from this one, if all goes well."""
@@ -184,8 +293,7 @@ class PeerRoutes:
 
     def leave_out(self, source: PeerSource, until_s: float) -> None:
         """Ask this node for nothing until then."""
-        if any(lender.peer == source.peer for lender in self._lenders):
-            self._lenders_out[source.peer] = until_s
+        self._lenders.leave_out(source.peer, until_s)
         for at, node in enumerate(self._nodes):
             if node.peer == source.peer:
                 self._left_out[at] = until_s
@@ -211,11 +319,12 @@ class PeerRoutes:
         Nodes that the coordinator knows to be lost are not among them.
         """
         for_a_while = (self._nodes[at].peer for at, until_s in self._left_out.items() if until_s < math.inf)
-        failed = itertools.chain((peer for peer in for_a_while if peer is not None), self._lenders_out)
+        failed = itertools.chain((peer for peer in for_a_while if peer is not None), self._lenders.left_out)
         return tuple(itertools.islice(failed, MOST_LEFT_OUT))
 
     def update(self, members: Members) -> None:
         """Take over where nodes serve chunks now: an agent was restarted, or a node is lost and no member any more."""
+        self._lenders.use(members)
         now = {node.node_id: node.peer for node in members.nodes}
         for at, node in enumerate(self._nodes[: self._serving]):
             peer = now.get(node.node_id)
@@ -264,7 +373,7 @@ class PeerRoutes:
         self._bypassed = {node: until_s for node, until_s in self._bypassed.items() if until_s >= now_s}
         over = self._handing_over
         self._handing_over = {node: until_s for node, until_s in over.items() if until_s >= now_s}
-        self._lenders_out = {peer: until_s for peer, until_s in self._lenders_out.items() if until_s >= now_s}
+        self._lenders.forget(now_s)
 
     def _find(self, chunk: int) -> tuple[_Order, int, int | None]:
         """Return the chunk's order, its turn, and this node's place in it."""
@@ -305,6 +414,14 @@ def _groups(nodes: Sequence[NodePeer], node_id: str, tables: SharedTables) -> li
     own = next((at for at, group in enumerate(found) if any(node.node_id == node_id for node in group)), 0)
     first = own - own % most
     return found[first : first + most]
+
+
+def _needed(tables: SharedTables, ranks: Iterable[int]) -> NDArray[np.uint8]:
+    """Return a bit for each chunk: whether one of the ranks touches it."""
+    needed = np.zeros(len(tables.chunks), bool)
+    for rank in ranks:
+        needed[tables.chunk_ids(rank)] = True
+    return np.packbits(needed)
 
 
 def _hash(text: str) -> bytes:

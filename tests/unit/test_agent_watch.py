@@ -23,7 +23,7 @@ from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
 from cluster.scheduling.topology import NodeInfo
-from cluster.telemetry.stats import NodeStats
+from cluster.telemetry.stats import NodeStats, RankReport, StageTimes
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.errors import ArenaBusy
@@ -269,6 +269,36 @@ def test_a_node_that_is_known_to_be_slow_only_receives() -> None:
         NodeInfo(node, node, peer=peers[node], peer_measured_bytes_per_s=rate) for node, rate in measured.items()
     )
     assert {node.node_id: node.peer for node in record.members().nodes} == {**peers, "b": None}
+
+
+def test_members_are_listed_by_the_attempt_that_brought_their_ranks() -> None:
+    """Ranks 0 and 1 are complete, rank 2 joins, rank 3 was moved to a node that has one already."""
+    record = ModelRecord("llama-1", REQUEST, Life.new(4), Holders())
+    places = enumerate([("a", 1), ("b", 1), ("c", 2), ("b", 2)])
+    record.placements = {rank: Placement(rank, node, f"gpu-{node}", None, attempt) for rank, (node, attempt) in places}
+    record.note_peers(NodeInfo(node, node, peer=Peer("10.0.0.1", 9465, node)) for node in "abc")
+    for rank in (0, 1):
+        record.placements[rank].report = RankReport(rank, "a", "a", 1, "cpu", 0, 1, 1, StageTimes(), 1, 0.0, 0.0)
+    found = [(node.node_id, node.ranks, node.attempt, node.filled) for node in record.members().nodes]
+    assert found == [("a", (0,), 1, True), ("b", (1,), 1, True), ("b", (3,), 2, False), ("c", (2,), 2, False)]
+    together = [(node.node_id, node.ranks, node.attempt, node.filled) for node in record.members(together=True).nodes]
+    assert together == [("a", (0,), 1, False), ("b", (1, 3), 1, False), ("c", (2,), 1, False)]
+
+
+def test_all_nodes_of_older_loads_lend() -> None:
+    def record_on(model_id: str, nodes: list[str], created_s: float, revision: str = "r1") -> ModelRecord:
+        record = ModelRecord(model_id, REQUEST, Life.new(len(nodes)), Holders(), created_s=created_s)
+        record.revision = revision
+        record.placements = {rank: Placement(rank, node, f"gpu-{node}", None) for rank, node in enumerate(nodes)}
+        record.note_peers(NodeInfo(node, node, peer=Peer("10.0.0.1", 9465, node)) for node in nodes)
+        return record
+
+    wide = [f"{at:02}" for at in range(40)]
+    older = record_on("older", ["mine", *wide], 1.0)
+    others = [record_on("later", ["x"], 3.0), older, record_on("another", ["y"], 1.0, "r2")]
+    members = record_on("mine", ["mine"], 2.0).members(others)
+    assert [(each.load_id, each.key) for each in members.older] == [("older", older.peer_key)]
+    assert [node.node_id for node in members.older[0].nodes] == wide
 
 
 def test_status_omits_agents_that_were_ended(ray_of: Ray) -> None:

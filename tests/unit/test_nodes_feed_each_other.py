@@ -15,7 +15,8 @@ import pytest
 
 from actors.node_agent import NodeAgent
 from actors.rank import chunk_fetcher
-from cluster.messages import Members, NodePeer, PeerSource
+from cluster.messages import Members, NodePeer, OlderLoad
+from cluster.planning.packed_plan import pack_shared
 from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
 from cluster.telemetry.stats import NodeTraffic
@@ -294,14 +295,12 @@ def test_a_replica_that_comes_later_fills_from_the_first(nodes_of: Any, tmp_path
     nodes = nodes_of(2, (1, 1, 2), 1000 if kept else 8)
     nodes.load()
     read_bytes = nodes.store.read_bytes
-    lenders = tuple(
-        PeerSource(node.agent.facts().peer, "llama", KEY) for node in nodes.nodes if node.agent.facts().peer is not None
-    )
+    older = (OlderLoad("llama", KEY, nodes.members.nodes),)
     (tmp_path / "later").mkdir()
     with local_node(tmp_path / "later", 1000, peer_port=0) as later:
         later.agent._node_id = "later"
         plan = plan_of(nodes.objects, (1, 1, 1), CHUNK_BYTES)
-        members = Members((NodePeer("later", (0,), None),), b"another key", lenders)
+        members = Members((NodePeer("later", (0,), None),), b"another key", older)
         later.begin(plan, "second", members=members)
         rank = later.rank(plan, nodes.store, "second", 0)
         run_all([rank])
@@ -317,16 +316,36 @@ def test_a_replica_that_comes_later_fills_from_the_first(nodes_of: Any, tmp_path
         assert set(report.retries) <= {"peer_without_chunk"}
 
 
+def test_a_later_load_with_another_layout_asks_the_nodes_that_needed_a_chunk(nodes_of: Any, tmp_path: Path):
+    """Each of four nodes keeps its part of a fully sharded model. The later load needs all of it."""
+    nodes = nodes_of(4, (1, 4, 1), 1000)
+    nodes.load()
+    read_bytes = nodes.store.read_bytes
+    older = (OlderLoad("llama", KEY, nodes.members.nodes, pack_shared(nodes.plan)),)
+    (tmp_path / "later").mkdir()
+    with local_node(tmp_path / "later", 1000, peer_port=0) as later:
+        later.agent._node_id = "later"
+        plan = plan_of(nodes.objects, (1, 1, 1), CHUNK_BYTES)
+        later.begin(plan, "second", members=Members((NodePeer("later", (0,), None),), b"another key", older))
+        rank = later.rank(plan, nodes.store, "second", 0)
+        run_all([rank])
+        check_exact([rank], nodes.objects, 1, 1)
+        report = later.agent.report("second")
+    assert nodes.store.read_bytes == read_bytes
+    assert report.peer_bytes == report.needed_bytes
+    assert not report.retries  # no node was asked in vain
+
+
 def test_two_loads_at_one_time_read_the_store_once(nodes_of: Any, tmp_path: Path):
     """The second load has one node more. What the first is about to read, it waits for."""
     nodes = nodes_of(1, (1, 1, 1), 1000)
     first = nodes.nodes[0]
-    lenders = (PeerSource(first.agent.facts().peer, "llama", KEY),)
+    older = (OlderLoad("llama", KEY, nodes.members.nodes),)
     (tmp_path / "later").mkdir()
     with local_node(tmp_path / "later", 1000, peer_port=0) as later:
         first.begin(nodes.plan, "llama", members=Members((NodePeer("node-0", (0,), first.agent.facts().peer),), KEY))
         later.agent._node_id = "later"
-        later.begin(nodes.plan, "second", members=Members((NodePeer("later", (0,), None),), b"another key", lenders))
+        later.begin(nodes.plan, "second", members=Members((NodePeer("later", (0,), None),), b"another key", older))
         ranks = [node.rank(nodes.plan, nodes.store, load, 0) for node, load in ((first, "llama"), (later, "second"))]
         run_all(ranks)
         for rank in ranks:
@@ -363,7 +382,7 @@ def test_a_later_replica_gets_what_only_the_disk_has(nodes_of: Any, tmp_path: Pa
     (tmp_path / "later").mkdir()
     with local_node(tmp_path / "later", 1000, peer_port=0) as later:
         later.agent._node_id = "later"
-        members = Members((NodePeer("later", (0,), None),), b"", (PeerSource(first.facts().peer, "llama", KEY),))
+        members = Members((NodePeer("later", (0,), None),), b"", (OlderLoad("llama", KEY, nodes.members.nodes),))
         later.begin(nodes.plan, "second", members=members)
         rank = later.rank(nodes.plan, nodes.store, "second", 0)
         run_all([rank])

@@ -38,9 +38,12 @@ HALF_DONE = Asker("node-1", 0.5)
 class Node:
     """Node 0 of a load on four nodes, each of which needs everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, filled: int = 0) -> None:
+        """So many of the others were complete before this one began."""
         tables = ReplicaTables.of_size(CHUNKS, CHUNK_BYTES)
-        nodes = tuple(NodePeer(f"node-{at}", (at,), Peer("10.0.0.1", 1, f"{at}")) for at in range(NODES))
+        nodes = tuple(
+            NodePeer(f"node-{at}", (at,), Peer("10.0.0.1", 1, f"{at}"), filled=0 < at <= filled) for at in range(NODES)
+        )
         self.cache = ChunkCache(CHUNKS)
         self.queue = LeaseQueue({0: tables.chunk_ids(0)})
         self.keys = ChunkKeys(tables, "store", "load")
@@ -79,6 +82,17 @@ class Node:
     def to_come(self) -> int:
         """Return a chunk that node 1 reads from here, and that is far from coming."""
         return self.for_others[-1]
+
+
+@pytest.mark.parametrize("filled", [NODES - 1, 1])
+def test_a_restarted_agent_keeps_nothing_for_nodes_that_have_all(filled: int) -> None:
+    node = Node(filled)
+    node.get(20)
+    left = {asker for kept in node.exchange._kept.values() for asker in kept.left}
+    assert left == {f"node-{at}" for at in range(filled + 1, NODES)}
+    node.take(node.to_come())  # unless one of them was restarted too
+    node.get(20)
+    assert "node-1" in {asker for kept in node.exchange._kept.values() for asker in kept.left}
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.node import peer_routes
-from actors.node.peer_routes import FAN_OUT, MOST_SOURCES, PeerRoutes
-from cluster.messages import Members, NodePeer, PeerSource
+from actors.node.peer_routes import FAN_OUT, LEFT_OUT_S, MOST_MISSES, MOST_SOURCES, PeerRoutes
+from cluster.messages import Members, NodePeer, OlderLoad, PeerSource
 from storage.peers import Peer
 from tests.support.node_simulation import SimModel, SimTables
 
@@ -168,11 +168,12 @@ def test_what_a_lost_node_would_have_sent_comes_from_the_next_one(gone: int):
 
 def test_nodes_that_failed_are_reported_until_they_are_asked_again(monkeypatch: pytest.MonkeyPatch):
     nodes, lender = nodes_of(7), Peer("10.0.0.2", 1000, "of another load")
-    members = Members(tuple(nodes), b"key", (PeerSource(lender, "other", b"other key"),))
+    other = OlderLoad("other", b"other key", (NodePeer("older", (0,), lender),))
+    members = Members(tuple(nodes), b"key", (other,))
     routes = PeerRoutes(members, "llama", "node-0", tables_of({rank: range(CHUNKS) for rank in range(7)}))
     routes.leave_out(source_of(nodes[3]), 1.0)
     routes.leave_out(source_of(nodes[4]), 5.0)
-    routes.leave_out(members.lenders[0], 5.0)
+    routes.leave_out(PeerSource(lender, "other", b"other key"), 5.0)
     assert set(routes.left_out) == {nodes[3].peer, nodes[4].peer, lender}
     routes.forget(2.0)
     assert set(routes.left_out) == {nodes[4].peer, lender}
@@ -182,14 +183,84 @@ def test_nodes_that_failed_are_reported_until_they_are_asked_again(monkeypatch: 
     assert routes.left_out == (lender,)
 
 
-def test_homes_of_ranks_that_join_borrow_from_the_other_nodes():
-    nodes, tables = nodes_of(2), tables_of({rank: range(CHUNKS) for rank in range(2)})
-    own = tuple(source_of(node) for node in nodes)
-    for node, other in (nodes, nodes[::-1]):
-        routes = PeerRoutes(Members(tuple(nodes), b"key", own), "llama", node.node_id, tables)
-        assert {tuple(routes.sources(chunk)) for chunk in range(CHUNKS)} == {(source_of(other),)}
-        routes.leave_out(source_of(other), 5.0)
-        assert not any(routes.sources(chunk) for chunk in range(CHUNKS))  # the store
+def test_nodes_of_a_later_attempt_share_out_what_they_borrow():
+    """Two nodes have the model, and three join. One of these asks the old ones, and the others ask it."""
+    tables = tables_of({rank: range(CHUNKS) for rank in range(5)})
+    nodes = [replace(node, attempt=1 + (at >= 2), filled=at < 2) for at, node in enumerate(nodes_of(5))]
+    routes = routes_of(nodes, tables)
+    old, new = [node.node_id for node in nodes[:2]], [node.node_id for node in nodes[2:]]
+    lent: Counter[str | None] = Counter()
+    for chunk in range(CHUNKS):
+        first = first_sources(routes, chunk, new)
+        (home,) = (node for node, source in first.items() if source in old)
+        assert {first[node] for node in new if node != home} == {home}
+        assert routes[home].askers(chunk) == {*new} - {home}
+        assert all(routes[node].may_wait(home, chunk) for node in old)  # what these have not read yet
+        lent[first[home]] += 1
+        assert first_sources(routes, chunk, old) in ({old[0]: None, old[1]: old[0]}, {old[1]: None, old[0]: old[1]})
+    assert all(lent[node] > 0.4 * CHUNKS for node in old)
+    moved = replace(nodes[0], peer=Peer("10.0.0.1", 1000, "restarted"))
+    routes[new[0]].update(Members((moved, *nodes[2:]), b"key"))  # and the other old node is lost
+    asked = {source.peer for chunk in range(CHUNKS) for source in routes[new[0]].sources(chunk)}
+    assert asked - {node.peer for node in nodes[2:]} == {moved.peer}
+
+
+def test_a_node_that_gets_ranks_of_a_lost_one_shares_out_only_these():
+    tables = tables_of({rank: range(CHUNKS) for rank in range(4)})
+    nodes = [*nodes_of(2), NodePeer("node-1", (3,), nodes_of(2)[1].peer, 2)]
+    members = Members(tuple(nodes), b"key")
+    by_attempt = {rank: PeerRoutes(members, "llama", "node-1", tables, (rank,)) for rank in (1, 3)}
+    assert {node_at(source) for chunk in range(CHUNKS) for source in by_attempt[1].sources(chunk)} == {"node-0"}
+    assert not all(by_attempt[1].sources(chunk) for chunk in range(CHUNKS))  # of half the chunks it is the home
+    assert {tuple(by_attempt[3].sources(chunk)) for chunk in range(CHUNKS)} == {(source_of(nodes[0]),)}
+    assert not any(by_attempt[3].askers(chunk) for chunk in range(CHUNKS))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_only_lenders_that_needed_a_chunk_are_asked_for_it(monkeypatch: pytest.MonkeyPatch, *, known: bool):
+    """A fully sharded load on 20 nodes has the model. The tables say which node needed which chunks."""
+    if not known:
+        monkeypatch.setattr(peer_routes, "MOST_LENT_NEEDS", 0)
+    owners, chunks = 20, 20 * 4
+    needs = {rank: range(4 * rank, min(chunks, 4 * rank + 5)) for rank in range(owners)}
+    older = SimModel(tuple(range(chunks))).shared(needs)
+    lenders = tuple(NodePeer(f"old-{at}", (at,), Peer("10.0.0.2", 1000 + at, f"old-{at}")) for at in range(owners))
+    own = NodePeer("node-0", (0,), lenders[3].peer)  # it lends to itself nothing
+    members = Members((own,), b"key", (OlderLoad("older", b"other key", lenders, older),))
+    routes = PeerRoutes(members, "llama", "node-0", tables_of({0: range(chunks)}, chunks))
+    assert not routes.alone
+    for chunk in range(chunks):
+        asked = [source.peer.port - 1000 for source in routes.sources(chunk)]
+        having = {at for at in (chunk // 4, chunk // 4 - (chunk % 4 == 0)) if at >= 0 and at != 3}
+        assert set(asked) == having if known else len(set(asked) - {3}) == MOST_SOURCES
+        assert {(source.load_id, source.key) for source in routes.sources(chunk)} <= {("older", b"other key")}
+
+
+def test_a_lender_that_keeps_nothing_is_left_out_for_a_while():
+    lenders = tuple(NodePeer(f"old-{at}", (0,), Peer("10.0.0.2", 1000 + at, f"old-{at}")) for at in range(2))
+    members = Members(tuple(nodes_of(1)), b"key", (OlderLoad("older", b"other key", lenders),))
+    routes = PeerRoutes(members, "llama", "node-0", tables_of({0: range(CHUNKS)}))
+
+    def fetch(*had: int) -> set[int]:
+        """Fetch a chunk that these lenders have. Return those that were asked."""
+        sources = routes.sources(0)
+        asked = [source.peer.port - 1000 for source in sources]
+        gave = next((at for at, lender in enumerate(asked) if lender in had), -1)
+        routes.answered(sources, gave, 0.0)
+        return {*asked[: gave + 1], *(asked if gave < 0 else ())}
+
+    for _ in range(MOST_MISSES - 1):
+        assert fetch() == {0, 1}
+    assert fetch(0) == {0}
+    assert fetch() == {0, 1}
+    assert all(fetch() == {0} for _ in range(2 * MOST_MISSES))  # it keeps a part
+    assert not routes.left_out  # the other one did not fail
+    routes.forget(LEFT_OUT_S + 1)
+    assert fetch() == {0, 1}
+    assert fetch() == {0}
+    routes.forget(LEFT_OUT_S + 1)
+    assert fetch(1) == {0, 1}
+    assert all(fetch() == {0, 1} for _ in range(2 * MOST_MISSES))
 
 
 def test_a_node_that_is_asked_past_another_keeps_chunks_for_those_behind_it():

@@ -26,6 +26,15 @@ def test_the_store_sends_the_model_once_near_the_limit(nodes: int) -> None:
     assert not result.causes
 
 
+@pytest.mark.parametrize(("filled", "joining"), [(1, 1), (1, 3), (4, 4)])
+def test_nodes_that_join_a_model_that_no_arena_keeps_read_it_once(filled: int, joining: int) -> None:
+    """In the trees of the nodes that join, the filled ones would be waited for 20 s, and cost further reads."""
+    result = simulate_peers(PeerCase(filled + joining, 400, filled=filled), RATES)
+    assert result.store_share == 1
+    assert result.load_s < 1.3 * result.limit_s
+    assert result.causes.keys() == {"peer_without_chunk"}
+
+
 def test_same_input_same_result() -> None:
     case = PeerCase(4, 100, slow_share=0.2, lost_every_s=0.4)
     assert simulate_peers(case, RATES) == simulate_peers(case, RATES)
