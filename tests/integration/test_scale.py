@@ -11,6 +11,7 @@ import pytest
 
 import cluster
 from actors.links import COORDINATOR
+from actors.node.peer_exchange import BEGIN_PATIENCE_S
 from tests.support.changed_models import changed_copy
 from tests.support.counting_proxy import CountingProxy
 from tests.support.gated_proxy import GatedProxy
@@ -91,6 +92,21 @@ def test_a_replica_is_filled_from_the_node_that_has_the_model(
             assert is_exact(model, next_llama, replicas=2)
         with cluster.load(tmp_path / "saved", tensor_parallel_size=2, device="cpu") as saved:
             assert is_exact(saved, next_llama)
+    longshore.assert_nothing_left()
+
+
+@pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=1, peer_port=0, arena_bytes=9 << 20)
+def test_a_node_that_keeps_nothing_is_not_waited_for(longshore: Longshore, llama: StoredModel) -> None:
+    """Twenty chunks through nine slots. The new node reads them from the store, and keeps none for the old one."""
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
+        with cluster.load(llama.uri, **options) as model:
+            proxy.clear()
+            report = model.scale(2)
+            assert report.store_bytes == sum(report.bytes_by_source.values()) == model.report.store_bytes
+            assert report.fill_s < BEGIN_PATIENCE_S
+            assert report.store_bytes <= sent_bytes(proxy) <= report.store_bytes * 1.02
+            assert is_exact(model, llama, 1, replicas=2)
     longshore.assert_nothing_left()
 
 

@@ -101,7 +101,9 @@ def check_shown(longshore: Longshore, model: cluster.LoadedModel) -> None:
     eventually(lambda: {size for key, size in scrape(url).items() if key[0] == name} == sent, "not what was sent")
 
 
-@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2, "data_parallel_size": 2}, {"tensor_parallel_size": 4}])
+@pytest.mark.parametrize(
+    "layout", [{"tensor_parallel_size": 2, "data_parallel_size": 2}, {"tensor_parallel_size": 4}, {"fsdp_size": 4}]
+)
 @pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0, arena_bytes=9 << 20, metrics_port=0)
 def test_two_nodes_fetch_a_chunk_once_together(
     longshore: Longshore, llama: StoredModel, layout: dict[str, int]
@@ -116,8 +118,8 @@ def test_two_nodes_fetch_a_chunk_once_together(
             assert report.peer_bytes == report.bytes_by_source["peer"] > 0
             assert report.store_bytes + report.peer_bytes == sum(node.needed_bytes for node in report.nodes)
             check_shown(longshore, model)
-            tp = layout["tensor_parallel_size"]
-            assert model.call(shard_differs, str(llama.folder), tp, 1, KV_HEADS) == [[]] * 4
+            sizes = layout.get("tensor_parallel_size", 1), layout.get("fsdp_size", 1)
+            assert model.call(shard_differs, str(llama.folder), *sizes, KV_HEADS) == [[]] * 4
 
 
 @pytest.mark.cluster_settings(empty=True, cpu_ranks_per_node=2, peer_port=0)

@@ -392,6 +392,7 @@ class PeerSimulation:
         self.model, self.silent = model, set(silent)
         self.needs = {rank: chunks for of_node in needs for rank, chunks in of_node.items()}
         self.ranks_of = [tuple(of_node) for of_node in needs]
+        self.attempts: dict[int, int] = {}  # rank -> attempt that brought it to another node
         self.cuts: set[frozenset[int]] = set()  # pairs of nodes that do not reach each other
         self.errors: list[LongshoreError] = []
         self.again: Counter[str] = Counter()  # reads of the store beyond one for each chunk, by cause
@@ -432,12 +433,15 @@ class PeerSimulation:
 
     def members(self) -> tuple[NodePeer, ...]:
         """Return what the coordinator says of the nodes now (`ModelRecord.members`)."""
-        found = tuple(
-            NodePeer(node.node_id, self.ranks_of[node.number], None if node.number in self.silent else node.peer)
-            for node in self.living
-            if self.ranks_of[node.number]
-        )
-        return found if sum(node.peer is not None for node in found) > 1 else ()
+        found = []
+        for node in self.living:
+            by_attempt: dict[int, tuple[int, ...]] = {}
+            for rank in self.ranks_of[node.number]:
+                attempt = self.attempts.get(rank, 1)
+                by_attempt[attempt] = (*by_attempt.get(attempt, ()), rank)
+            peer = None if node.number in self.silent else node.peer
+            found += [NodePeer(node.node_id, ranks, peer, attempt) for attempt, ranks in by_attempt.items()]
+        return tuple(found) if len({node.node_id for node in found if node.peer is not None}) > 1 else ()
 
     def begin(self) -> None:
         """All agents get to know the load."""
@@ -452,6 +456,7 @@ class PeerSimulation:
         if heir is not None and ranks:
             self.ranks_of[heir.number] += ranks
             attempt = 1 + max(load.attempt for each in self.nodes for load in each.loads.values())
+            self.attempts |= dict.fromkeys(ranks, attempt)
             heir.take_part({rank: self.needs[rank] for rank in ranks}, attempt)
 
     def time_passes(self, seconds: float) -> None:
