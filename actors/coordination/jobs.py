@@ -9,21 +9,23 @@ import asyncio
 import contextlib
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.model_record import ModelRecord, Placement, SavedUpdate
+from actors.coordination.model_changes import SavedUpdate
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config
 from cluster.fit.needs import min_slots
-from cluster.messages import NodeJob, RankJob, SlotHolder, UpdateJob
+from cluster.messages import Members, NodeJob, NodePeer, PeerSource, RankJob, SlotHolder, UpdateJob
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
+from cluster.scheduling.topology import sending_weights
 from cluster.telemetry.metrics import model_label
 from storage.errors import ArenaBusy
 
@@ -73,7 +75,7 @@ class SavedLoad:
             dict(record.host_bytes),
             dict(record.pools),
             record.peer_key,
-            None if record.update is None else record.update.saved(),
+            None if record.changes.update is None else record.changes.update.saved(),
             record.broken,
         )
 
@@ -105,9 +107,9 @@ class SavedLoad:
             host_bytes=self.host_bytes,
             pools=self.pools,
             peer_key=self.peer_key,
-            update=self.update,
             broken=self.broken,
         )
+        record.changes.found(self.update)
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None
         for rank, node_id, host, attempt in self.placements:
@@ -174,6 +176,44 @@ async def _ask(record: ModelRecord, placement: Placement) -> None:
 
 def _bundles(group: Any, request: LoadRequest) -> list[Any]:
     return [bundle for _, _, bundle in nodes.places_in_group(group, request)]
+
+
+MOST_LENDERS = 16  # nodes of other loads that a load may read chunks from
+
+
+def members_of(record: ModelRecord, others: Iterable[ModelRecord] = ()) -> Members:
+    """Return the nodes that may read chunks from each other; none where no node serves any.
+
+    Nodes of `others` lend their chunks if their load is of the same revision and older. So nodes of two loads never
+    wait for each other. While ranks join, the nodes of the model's other ranks lend theirs.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, placement in sorted(record.placements.items()):
+        ranks.setdefault(placement.node_id, []).append(rank)
+    weights = sending_weights({node_id: record.peer_rates.get(node_id, (0.0, 0.0)) for node_id in ranks})
+    sends = {node_id: record.peers.get(node_id) for node_id in ranks if weights[node_id]}
+    found = tuple(NodePeer(node_id, tuple(ranks[node_id]), sends.get(node_id)) for node_id in sorted(ranks))
+    same = (
+        other
+        for other in others
+        if other.is_usable and other.created_s < record.created_s and _have_same_chunks(record, other)
+    )
+    # What ranks that join need, the nodes of the other ranks may have.
+    own = [record.peers.get(node_id) for node_id in sorted(record.serving_nodes)] if record.beyond() else []
+    lenders = (
+        *(PeerSource(peer, record.model_id, record.peer_key) for peer in own if peer is not None),
+        *(
+            PeerSource(peer, other.model_id, other.peer_key)
+            for other in same
+            for node_id, peer in sorted(other.peers.items())
+            if peer is not None and node_id not in ranks and node_id in other.nodes
+        ),
+    )[:MOST_LENDERS]
+    return Members(found, record.peer_key, lenders) if lenders or any(node.peer for node in found) else Members()
+
+
+def _have_same_chunks(one: ModelRecord, other: ModelRecord) -> bool:
+    return bool(one.revision) and (one.revision, one.request.uri) == (other.revision, other.request.uri)
 
 
 def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) -> NodeJob:

@@ -13,27 +13,26 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actors.coordination.model_changes import UPDATE, Changed, ModelChanges, SavedUpdate, details_of
 from cluster.errors import LoadCancelled, ModelBroken, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
 from cluster.layouts.mesh import Layout
-from cluster.messages import AgentBeat, Assignment, Members, NodePeer, PeerSource
+from cluster.messages import Assignment
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
-from cluster.scheduling.topology import NodeInfo, sending_weights
-from cluster.scheduling.update_state import RankStep, UpdateLife, UpdatePhase
+from cluster.scheduling.topology import NodeInfo
 from cluster.telemetry.chunk_map import EventLog, LoadEvent
 from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.logs import log_events
 from cluster.telemetry.metrics import model_label
-from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus, UpdateProgress
-from cluster.telemetry.scale_report import ScaleReport
+from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus
 from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory
@@ -103,45 +102,7 @@ class Placement:
         self.replaced = True
 
 
-@dataclass(frozen=True, slots=True)
-class SavedUpdate:
-    """An update that is under way, as agents keep it for a restarted coordinator."""
-
-    update_id: str
-    request: LoadRequest  # of a load of the new revision; saved without credentials
-    base: str  # the revision before
-    revision: str
-    signed_by: str
-    streaming: bool
-    decided: bool = False  # every rank gets the new revision, whatever happens
-
-    @property
-    def load_id(self) -> str:
-        """The id under which agents know the load of what changed."""
-        return update_load_id(self.update_id)
-
-    def saved(self) -> SavedUpdate:
-        """Return it without credentials."""
-        return replace(self, request=replace(self.request, store=self.request.store.without_credentials()))
-
-
 _BEFORE_READY = (LoadState.PLANNING, LoadState.WAITING, LoadState.STARTING, LoadState.LOADING)
-_UPDATE = "update-"
-KEPT_OUTCOMES = 4  # of updates that are over, for clients that ask again
-Changed = UpdateReport | ScaleReport
-
-
-def update_load_id(update_id: str) -> str:
-    """Return the id under which agents know the load of what an update changes."""
-    return f"{_UPDATE}{update_id}"
-
-
-def is_update(load_id: str) -> bool:
-    """Return whether this is the id of an update's load."""
-    return load_id.startswith(_UPDATE)
-
-
-MOST_LENDERS = 16  # nodes of other loads that a load may read chunks from
 
 
 @dataclass(slots=True)
@@ -182,17 +143,6 @@ class ModelRecord:
     access: ProvenAccess = field(default_factory=ProvenAccess)  # of each client, as far as it has worked
     restored: bool = False  # by a coordinator that was restarted: clients must supply their credentials again
     had_credentials: bool = False  # restored, and some client had passed credentials, which are in no saved state
-    update: SavedUpdate | None = None  # that is under way
-    update_life: UpdateLife | None = None  # of the last update
-    update_bytes: dict[int, int] = field(default_factory=dict)  # by rank: that it has read for the update
-    update_total_bytes: int = 0  # that all ranks read for it
-    update_text: str = ""  # for people: what it does, or how it ended
-    update_heard: Callable[[AgentBeat], None] | None = None  # takes heartbeats while an update reads
-    updating: asyncio.Task[None] | None = None  # leads the update, or the change of the number of replicas
-    updating_id: str = ""
-    changing: str = ""  # what it leads, for people
-    # Of the last updates and changes of the number of replicas, by id.
-    update_outcomes: dict[str, Changed | LongshoreError] = field(default_factory=dict)
     broken: str = ""  # why ranks have contents of two revisions
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # set: there are placements that nobody tends yet
     join_error: LongshoreError | None = None  # why ranks that join cannot be filled
@@ -204,9 +154,11 @@ class ModelRecord:
     peer_rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # by node id, as for `sending_weights`
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    changes: ModelChanges = field(init=False, repr=False)  # updates, and other numbers of replicas
 
     def __post_init__(self) -> None:
         self.worker_group_id = self.worker_group_id or self.model_id
+        self.changes = ModelChanges(self.model_id, self.changed, self._note_change, self.count)
 
     def explain(self, note: str) -> None:
         """Note for people why the load is placed where it is; empty: for no reason of its own."""
@@ -249,39 +201,6 @@ class ModelRecord:
             others = sorted({hosts.get(peer.host, peer.host) for peer in new})
             with self._logged():
                 self.events.left_out(time.time(), nodes.get(node_id, node_id), others)
-
-    def members(self, others: Iterable[ModelRecord] = ()) -> Members:
-        """Return the nodes that may read chunks from each other; none where no node serves any.
-
-        Nodes of `others` lend their chunks if their load is of the same revision and older. So nodes of two loads never
-        wait for each other. While ranks join, the nodes of the model's other ranks lend theirs.
-        """
-        ranks: dict[str, list[int]] = {}
-        for rank, placement in sorted(self.placements.items()):
-            ranks.setdefault(placement.node_id, []).append(rank)
-        weights = sending_weights({node_id: self.peer_rates.get(node_id, (0.0, 0.0)) for node_id in ranks})
-        sends = {node_id: self.peers.get(node_id) for node_id in ranks if weights[node_id]}
-        found = tuple(NodePeer(node_id, tuple(ranks[node_id]), sends.get(node_id)) for node_id in sorted(ranks))
-        same = (
-            other
-            for other in others
-            if other.is_usable and other.created_s < self.created_s and self._has_chunks_of(other)
-        )
-        # What ranks that join need, the nodes of the other ranks may have.
-        own = [self.peers.get(node_id) for node_id in sorted(self.serving_nodes)] if self.beyond() else []
-        lenders = (
-            *(PeerSource(peer, self.model_id, self.peer_key) for peer in own if peer is not None),
-            *(
-                PeerSource(peer, other.model_id, other.peer_key)
-                for other in same
-                for node_id, peer in sorted(other.peers.items())
-                if peer is not None and node_id not in ranks and node_id in other.nodes
-            ),
-        )[:MOST_LENDERS]
-        return Members(found, self.peer_key, lenders) if lenders or any(node.peer for node in found) else Members()
-
-    def _has_chunks_of(self, other: ModelRecord) -> bool:
-        return bool(self.revision) and (self.revision, self.request.uri) == (other.revision, other.request.uri)
 
     @property
     def nodes(self) -> dict[str, str]:
@@ -444,7 +363,7 @@ class ModelRecord:
 
     async def stop_task(self) -> None:
         """Cancel whoever leads the load, and an update of it; return when they have ended."""
-        await stopped(task for task in (self.updating, self.task) if task is not None)
+        await stopped(task for task in (self.changes.task, self.task) if task is not None)
 
     @property
     def is_found(self) -> bool:
@@ -498,134 +417,25 @@ class ModelRecord:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_updating(self) -> bool:
-        """True while an update is under way."""
-        return self.updating is not None and not self.updating.done()
-
-    @property
-    def exchanges(self) -> bool:
-        """True while some rank may have the old revision, and the new one was decided."""
-        return self.is_updating and self.update is not None and self.update.decided
-
-    def lead_update(self, update_id: str, work: Coroutine[Any, Any, Changed], what: str = "update") -> None:
-        """Run the task that leads an update or changes the number of replicas. Its end is noted, however it comes.
-
-        `what`: for people.
-        """
-        self.updating_id, self.changing = update_id, what
-        self.update_bytes, self.update_total_bytes = {}, 0
-        self.updating = asyncio.get_running_loop().create_task(self._lead_update(update_id, work))
-
-    async def _lead_update(self, update_id: str, work: Coroutine[Any, Any, Changed]) -> None:
-        outcome: Changed | LongshoreError = LoadCancelled("the model was released", model=self.model_id)
-        try:
-            outcome = await work
-        except LongshoreError as error:
-            outcome = error
-        except Exception as error:  # a bug must not leave the client waiting
-            outcome = LongshoreError(f"{type(error).__name__} in the {self.changing}: {error}", model=self.model_id)
-        finally:
-            self.update_outcomes[update_id] = outcome
-            while len(self.update_outcomes) > KEPT_OUTCOMES:
-                del self.update_outcomes[next(iter(self.update_outcomes))]
-            self.updating, self.update_heard = None, None
-            failed = isinstance(outcome, LongshoreError)
-            if self.metrics is not None and self.changing == "update":
-                how = ("broken" if self.broken else "failed") if failed else "done"
-                changed_bytes = outcome.changed_bytes if isinstance(outcome, UpdateReport) else 0
-                self.metrics.updated(model_label(self.request.uri), how, changed_bytes)
-            await self.say_update(f"the {self.changing} failed: {outcome}" if failed else str(outcome), outcome)
-
-    def has_not_begun(self, update_id: str) -> bool:
-        """Return whether this update or change of replicas is still to begin."""
-        return update_id not in self.update_outcomes and update_id != self.updating_id
-
-    def doing(self) -> dict[str, str]:
-        """Return the details of the error of a second change."""
-        hint = "wait for its end; longshore status shows it"
-        return {"hint": hint, "model": self.model_id, "doing": self.update_text}
-
-    async def outcome_of(self, update_id: str, timeout_s: float) -> tuple[str, Changed | None, LongshoreError | None]:
-        """Return what an update or a change of replicas does, and its report or error once it has ended.
-
-        Waits up to `timeout_s` for the end.
-        """
-        async with self.changed:
-            with contextlib.suppress(TimeoutError):
-                over = self.changed.wait_for(lambda: update_id in self.update_outcomes)
-                await asyncio.wait_for(over, timeout_s)
-        outcome = self.update_outcomes.get(update_id)
-        if isinstance(outcome, LongshoreError):
-            return self.update_text, None, outcome
-        return self.update_text, outcome, None
-
-    async def say_update(self, text: str, outcome: Changed | LongshoreError | None = None) -> None:
-        """Note for people what the update or change of replicas does, or its outcome, and wake whoever waits."""
-        self.update_text = text
-        rank: int | None = None
-        details: dict[str, Any] = {}
-        if isinstance(outcome, UpdateReport):
-            details = {
-                "state": UpdatePhase.DONE.value,
-                "revision": outcome.revision,
-                "changed_bytes": outcome.changed_bytes,
-                "read_bytes": outcome.read_bytes,
-            }
-        elif isinstance(outcome, ScaleReport):
-            details = {"state": UpdatePhase.DONE.value, "store_bytes": outcome.store_bytes}
-        elif outcome is not None:
-            rank = outcome.details.get("rank")
-            details = {"state": UpdatePhase.FAILED.value, "error": type(outcome).__name__}
+    async def _note_change(self, text: str, outcome: Changed | LongshoreError | None) -> None:
+        """Note for people what an update or change of replicas does, or its outcome, and wake whoever waits."""
+        failed = isinstance(outcome, LongshoreError)
+        if outcome is not None and self.metrics is not None and self.changes.kind == UPDATE:
+            how = ("broken" if self.broken else "failed") if failed else "done"
+            changed_bytes = outcome.changed_bytes if isinstance(outcome, UpdateReport) else 0
+            self.metrics.updated(model_label(self.request.uri), how, changed_bytes)
+        rank = outcome.details.get("rank") if isinstance(outcome, LongshoreError) else None
         with self._logged():
-            self.events.add(time.time(), "update", text, rank=rank, **details)
+            self.events.add(time.time(), "update", text, rank=rank, **details_of(outcome))
         await self.touch(text if outcome is None else "")
-
-    def updating_now(self) -> UpdateProgress | None:
-        """Return the progress of the update that is under way; None if none is."""
-        if not self.is_updating or self.changing != "update":
-            return None
-        life = self.update_life if self.update is not None else None
-        steps = () if life is None else life.ranks
-        not_yet = (RankStep.OLD, RankStep.STAGED) if life is not None and life.decided else (RankStep.OLD,)
-        return UpdateProgress(
-            phase="planning" if life is None else life.phase.value,
-            ranks_done=sum(step not in not_yet for step in steps),
-            ranks_total=len(self.placements),
-            read_bytes=sum(self.update_bytes.values()),
-            total_bytes=self.update_total_bytes,
-        )
-
-    def reads_for_update(self, size_bytes: int) -> None:
-        """Note how many bytes all ranks read for the update."""
-        self.update_total_bytes = size_bytes
-
-    def has_read_for_update(self, rank: int, size_bytes: int) -> None:
-        """Note how many bytes a rank has read for the update."""
-        self.update_bytes[rank] = max(size_bytes, self.update_bytes.get(rank, 0))
-
-    def begin_update(self, update: SavedUpdate, life: UpdateLife, heard: Callable[[AgentBeat], None]) -> None:
-        """Note an update, before any rank is asked to read. `heard` takes the agents' heartbeats."""
-        self.update, self.update_life, self.update_heard = update, life, heard
-
-    def move_update(self, life: UpdateLife) -> None:
-        """Note the next moment of the update's life."""
-        self.update_life = life
-
-    def read_for_update(self) -> None:
-        """Note that the update reads nothing more."""
-        self.update_heard = None
-
-    def forget_update(self) -> None:
-        """No update is under way any more."""
-        self.update = None
 
     def adopt(self, update: SavedUpdate, plan: PackedPlan | None, stores: Iterable[StoreAccess]) -> None:
         """From now on the model is the update's new revision: whoever replaces a rank loads that.
 
         `plan`: None after a restart, then it is made when it is needed. `stores`: accesses that read the revision.
         """
-        self.update, self.broken = replace(update, decided=True), ""
+        self.changes.decided(update)
+        self.broken = ""
         self.request, self.revision, self.signed_by = update.request, update.revision, update.signed_by
         self.plan = self.shared = None
         if plan is not None:
@@ -640,7 +450,7 @@ class ModelRecord:
         for store in stores:
             self.proven(self.request.client_id, store)
 
-    def break_update(self, error: LongshoreError) -> None:
+    def break_contents(self, error: LongshoreError) -> None:
         """A streaming update failed: ranks have contents of two revisions."""
         self.broken = str(error)
 
@@ -746,7 +556,9 @@ class ModelRecord:
         life, model = self.life, model_label(self.request.uri)
         hosts = tuple(self.placements[rank].host if rank in self.placements else "" for rank in range(len(life.ranks)))
         error = type(self.error).__name__ if self.error is not None else ""
-        view = LoadView(self.model_id, model, life.state, life.ranks, hosts, self.total_bytes, error)
+        view = LoadView(
+            self.model_id, model, life.state, life.ranks, hosts, self.total_bytes, error, self.changes.state
+        )
         self.metrics.load(view, time.monotonic(), adopted=adopted)
 
     def is_at_hand(self, identity: str, revision: str) -> bool:
@@ -819,8 +631,8 @@ class ModelRecord:
             taken=what_was_taken(request.tried),
             ranks=tuple(self._rank_status(rank) for rank in range(len(self.life.ranks))),
             ended_age_s=time.monotonic() - self.ended_s if self.life.is_over else 0.0,
-            update=self.update_text,
-            updating=self.updating_now(),
+            update=self.changes.text,
+            updating=self.changes.progress(len(self.placements)),
         )
 
     def as_asked(self) -> LoadRequest:

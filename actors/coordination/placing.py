@@ -29,8 +29,7 @@ from actors.coordination import nodes, spawn
 from actors.coordination.fit import fit_on
 from actors.coordination.jobs import save
 from actors.coordination.model_record import ModelRecord, Placement
-from actors.coordination.nodes import NodeAgents
-from actors.coordination.planner import PlanSource
+from actors.coordination.run_parts import RunParts
 from actors.coordination.spawn import alongside, finished
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
@@ -215,24 +214,9 @@ TRY_AGAIN_S = 0.5
 class Relocation:
     """Moves ranks of one model. `begin_on(node id)` sends an agent its share."""
 
-    def __init__(
-        self,
-        record: ModelRecord,
-        config: Config,
-        models: Mapping[str, ModelRecord],
-        admission: asyncio.Lock,
-        worker_groups: WorkerGroups,
-        agents: NodeAgents,
-        source: PlanSource,
-        begin_on: Callable[[str], Coroutine[Any, Any, None]],
-    ) -> None:
-        self._record = record
-        self._config = config
-        self._models = models
-        self._admission = admission
-        self._worker_groups = worker_groups
-        self._agents = agents
-        self._source = source
+    def __init__(self, parts: RunParts, begin_on: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        self._parts = parts
+        self._record = parts.record
         self._begin_on = begin_on
 
     async def is_needed(self, error: BaseException) -> bool:
@@ -243,7 +227,7 @@ class Relocation:
         if isinstance(cause, LongshoreError) and not isinstance(cause, ClusterLost):
             return False  # an agent that has answered; to ask it again could start one anew that was just ended
         try:
-            await self._agents.check_nodes()
+            await self._parts.agents.check_nodes()
         except NodeLost:
             return True
         except (ClusterLost, RayError, TimeoutError):
@@ -274,12 +258,12 @@ class Relocation:
 
     async def _place_again(self, lost: dict[int, str]) -> None:
         record, began_s = self._record, time.monotonic()
-        plan = await self._source.plan()
+        plan = await self._parts.source.plan()
         group = record.group or record.request.placement_group
         # Ray puts bundles elsewhere by itself, but not at once.
-        wait_s = max(self._config.node_wait_s, nodes.GROUP_GRACE_S if group is not None else 0.0)
+        wait_s = max(self._parts.config.node_wait_s, nodes.GROUP_GRACE_S if group is not None else 0.0)
         while True:
-            async with self._admission:
+            async with self._parts.admission:
                 try:
                     await self._take(await self._places(lost), plan)
                     return
@@ -305,9 +289,9 @@ class Relocation:
         if len(found) == len(lost):
             return found
         while True:
-            models = [model for model in self._models.values() if not model.life.is_over]
-            taken = _cpu_placements(models, self._worker_groups)
-            infos = await asyncio.to_thread(nodes.cluster_nodes, taken, self._config.cpu_ranks_per_node)
+            models = [model for model in self._parts.models.values() if not model.life.is_over]
+            taken = _cpu_placements(models, self._parts.worker_groups)
+            infos = await asyncio.to_thread(nodes.cluster_nodes, taken, self._parts.config.cpu_ranks_per_node)
             try:
                 placements = place_again(
                     infos,
@@ -315,11 +299,11 @@ class Relocation:
                     [rank for rank in lost if rank not in found],
                     record.request.layout.tensor_parallel_size,
                     record.request.device,
-                    self._config.cpu_ranks_per_node,
+                    self._parts.config.cpu_ranks_per_node,
                 )
                 return {**found, **{rank: (node.node_id, node.host, None) for rank, node in placements.items()}}
             except NotEnoughResources:
-                if not await finished(self._worker_groups.end_all()):  # they never stand in a load's way
+                if not await finished(self._parts.worker_groups.end_all()):  # they never stand in a load's way
                     raise
 
     async def _take(self, places: dict[int, nodes.Place], plan: PackedPlan) -> None:
@@ -330,7 +314,9 @@ class Relocation:
             rank: Placement(rank, node_id, host, bundle, attempt, incarnation=record.placements[rank].incarnation + 1)
             for rank, (node_id, host, bundle) in places.items()
         }
-        misfit = await fit_on(record, placements, plan, self._agents, self._config, self._models.values())
+        misfit = await fit_on(
+            record, placements, plan, self._parts.agents, self._parts.config, self._parts.models.values()
+        )
         if misfit is not None:
             raise misfit
         gone: list[Any] = [record.placements[rank].worker for rank in placements]

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from actors.coordination import agent_watch, nodes, spawn
 from actors.coordination.agent_watch import AgentWatch
+from actors.coordination.jobs import members_of
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordinator import Coordinator
 from cluster.errors import VersionMismatch
@@ -262,13 +263,13 @@ def test_a_node_that_is_known_to_be_slow_only_receives() -> None:
     record.placements = {rank: Placement(rank, node, f"gpu-{node}", None) for rank, node in enumerate("abc")}
     rates = {"a": 4e9, "b": 0.5e9, "c": 0.0}  # of c it is not known
     record.note_peers(NodeInfo(node, node, peer=peers[node], peer_bytes_per_s=rate) for node, rate in rates.items())
-    assert {node.node_id: node.peer for node in record.members().nodes} == {**peers, "b": None}
+    assert {node.node_id: node.peer for node in members_of(record).nodes} == {**peers, "b": None}
 
     measured = {"a": 4e9, "b": 0.5e9, "c": 2.2e9}  # in an earlier load
     record.note_peers(
         NodeInfo(node, node, peer=peers[node], peer_measured_bytes_per_s=rate) for node, rate in measured.items()
     )
-    assert {node.node_id: node.peer for node in record.members().nodes} == {**peers, "b": None}
+    assert {node.node_id: node.peer for node in members_of(record).nodes} == {**peers, "b": None}
 
 
 def test_status_omits_agents_that_were_ended(ray_of: Ray) -> None:

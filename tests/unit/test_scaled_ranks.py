@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from actors.coordination import nodes, spawn
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, Placement
+from actors.coordination.run_parts import RunParts
 from cluster.config import Config
 from cluster.errors import ConfigError, LoadCancelled, NodeLost
 from cluster.layouts.mesh import Layout
@@ -53,7 +54,8 @@ def run_with(step: Callable[[LoadRun, ModelRecord, Placement], Coroutine[Any, An
         joins = Placement(1, "n", "h", None, attempt=2)
         record.place([Placement(0, "n", "h", None), joins])
         await record.advance(load_state.Grown((0,), attempt=2))
-        return await step(LoadRun(record, None, Config(), {}, asyncio.Lock(), groups, None), record, joins)  # type: ignore[arg-type]
+        parts = RunParts.of(record, cast("Any", None), Config(), {}, asyncio.Lock(), groups, None)
+        return await step(LoadRun(parts), record, joins)
 
     return asyncio.run(run())
 
