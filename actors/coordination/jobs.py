@@ -47,13 +47,14 @@ class SavedLoad:
     total_bytes: int
     placements: tuple[tuple[int, str, str, int], ...]  # (rank, node id, host, attempt that brought it there)
     worker_group_id: str  # its workers are named by it
-    group: Any  # our own placement group, or None
+    groups: tuple[Any, ...]  # our own placement groups
     has_credentials: bool  # the client passed some; they are not kept here
     host_bytes: dict[int, int]
     pools: dict[str, tuple[str, ...]]
     peer_key: bytes = field(repr=False)  # of `Members`: agents that go on prove themselves with it
     update: SavedUpdate | None = None  # that is under way
     broken: str = ""  # see `ModelRecord`
+    next_incarnations: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(record: ModelRecord) -> SavedLoad:
@@ -70,13 +71,14 @@ class SavedLoad:
                 for placement in record.placements.values()
             ),
             record.worker_group_id,
-            record.group,
+            record.groups,
             record.request.store.credentials is not None or record.had_credentials,
             dict(record.host_bytes),
             dict(record.pools),
             record.peer_key,
             None if record.changes.update is None else record.changes.update.saved(),
             record.broken,
+            dict(record.next_incarnations),
         )
 
     def pack(self) -> bytes:
@@ -101,7 +103,8 @@ class SavedLoad:
             signed_by=self.signed_by,
             outline=self.outline,
             worker_group_id=self.worker_group_id,
-            group=self.group,
+            groups=self.groups,
+            next_incarnations=dict(self.next_incarnations),
             restored=True,
             had_credentials=self.has_credentials,
             host_bytes=self.host_bytes,
@@ -110,10 +113,9 @@ class SavedLoad:
             broken=self.broken,
         )
         record.changes.found(self.update)
-        group = self.group or self.request.placement_group
-        bundles = _bundles(group, self.request) if group is not None else None
+        bundles = _bundles(self.groups, self.request)
         for rank, node_id, host, attempt in self.placements:
-            bundle = bundles[rank] if bundles and rank < len(bundles) else None
+            bundle = bundles[rank] if rank < len(bundles) else None
             record.place([Placement(rank, node_id, host, bundle, attempt, replaced=True)])
             record.begun_on(node_id, attempt)
         return record
@@ -140,7 +142,9 @@ async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) 
     """
     workers = await _find_workers(record.worker_group_id)
     for rank in workers.keys() - record.placements.keys():
-        await asyncio.to_thread(spawn.end_actor, workers[rank][1])
+        incarnation, worker = workers[rank]
+        record.skip_incarnations(rank, incarnation + 1)  # Ray may give its name back late
+        await asyncio.to_thread(spawn.end_actor, worker)
     for placement in record.placements.values():
         placement.incarnation, placement.worker = workers.get(
             placement.rank, (incarnations.get(placement.rank, 0), None)
@@ -174,8 +178,11 @@ async def _ask(record: ModelRecord, placement: Placement) -> None:
         placement.find(await asyncio.wait_for(asked, ANSWER_S), record.model_id)
 
 
-def _bundles(group: Any, request: LoadRequest) -> list[Any]:
-    return [bundle for _, _, bundle in nodes.places_in_group(group, request)]
+def _bundles(groups: Sequence[Any], request: LoadRequest) -> list[Any]:
+    """Return the bundle of each rank that is in a placement group, ours or the caller's."""
+    if request.placement_group is not None:
+        return [bundle for _, _, bundle in nodes.places_in_group(request.placement_group, request)]
+    return nodes.bundles_of_ranks(groups, request.gpus_per_rank)
 
 
 MOST_LENDERS = 16  # nodes of other loads that a load may read chunks from

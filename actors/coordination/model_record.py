@@ -129,9 +129,9 @@ class ModelRecord:
     pools: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: ids of what its memory comes out of
     kept_bytes: dict[str, int] = field(default_factory=dict)  # by node: that the worker group taken over had there
     worker_group_id: str = (
-        ""  # its workers and its placement group are named by it: the model's id, or that of an earlier one
+        ""  # its workers and its placement groups are named by it: the model's id, or that of an earlier one
     )
-    group: Any = None  # the placement group, when it is ours
+    groups: tuple[Any, ...] = ()  # the placement groups that are ours
     begun: set[tuple[str, int]] = field(default_factory=set)  # (node, attempt): parts that agents were told
     store_bytes: dict[str, int] = field(default_factory=dict)  # by node
     peers: dict[str, Peer | None] = field(default_factory=dict)  # by node: where it serves chunks to the others
@@ -314,15 +314,26 @@ class ModelRecord:
         """Place these ranks; others stay where they are."""
         self.placements.update({placement.rank: placement for placement in placements})
 
-    def take_over(self, worker_group_id: str, group: Any, placements: Iterable[Placement]) -> None:
+    def take_over(self, worker_group_id: str, groups: tuple[Any, ...], placements: Iterable[Placement]) -> None:
         """Place the ranks in an idle worker group. Its workers keep their names, so the load goes by its id."""
-        self.worker_group_id, self.group = worker_group_id, group
+        self.worker_group_id, self.groups = worker_group_id, groups
         self.place(placements)
 
-    def set_group(self, group: Any) -> Any:
-        """Note the model's own placement group, or None. Return the one before."""
-        before, self.group = self.group, group
-        return before
+    def add_group(self, group: Any) -> None:
+        """Note a placement group of the model's own."""
+        self.groups = (*self.groups, group)
+
+    def drop_groups(self, *, unused_only: bool = False) -> tuple[Any, ...]:
+        """Forget the model's own placement groups, or those that no rank is in. Return them."""
+        bundles = [place.bundle for place in self.placements.values() if place.bundle is not None]
+        in_use = [group for group, _ in bundles] if unused_only else []
+        dropped = tuple(group for group in self.groups if group not in in_use)
+        self.groups = tuple(group for group in self.groups if group in in_use)
+        return dropped
+
+    def skip_incarnations(self, rank: int, until: int) -> None:
+        """Note that workers of a rank that the model does not have were named by incarnations below `until`."""
+        self.next_incarnations[rank] = max(until, self.next_incarnations.get(rank, 0))
 
     def begun_on(self, node_id: str, attempt: int) -> None:
         """The node's agent has received what this attempt brings to it."""
@@ -412,7 +423,7 @@ class ModelRecord:
             if self.placements.get(placement.rank) is placement:
                 del self.placements[placement.rank]
                 self.host_bytes.pop(placement.rank, None)
-                self.next_incarnations[placement.rank] = placement.incarnation + 1
+                self.skip_incarnations(placement.rank, placement.incarnation + 1)
         self.begun = {(node_id, attempt) for node_id, attempt in self.begun if self.ranks_on(node_id, attempt)}
 
     # -- updates -------------------------------------------------------------------------------------------------------

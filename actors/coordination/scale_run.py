@@ -3,7 +3,8 @@
     grow:    places beside the model's --> fit --> ranks join: they are begun on their nodes, and tended like all others
                  `--no room: nothing was touched     |--one cannot be filled: all that joined are removed, as before
                                                      `--all are ready: the layout has them from now on
-    shrink:  the layout is without the last replicas --> their running calls end --> workers end, agents forget them
+    shrink:  the layout is without the last replicas --> their running calls end --> workers end, their placement groups
+             are removed, agents forget them
 
 The layout in the record, which agents keep, is the decision. `remove_beyond` removes the placements beyond it, after a
 failure and when the coordinator was restarted. States of ranks that join are those of `Life.joining`.
@@ -24,7 +25,7 @@ from actors.coordination.placing import more_places
 from actors.coordination.run_parts import RunParts
 from actors.coordination.spawn import alongside, finished, settled
 from actors.coordination.worker_groups import end_workers
-from cluster.errors import ScaleFailed, ScaleRefused
+from cluster.errors import ModelNotFound, ScaleFailed, ScaleRefused
 from cluster.joining.node_tasks import unwrapped
 from cluster.layouts.mesh import Layout
 from cluster.planning.packed_plan import PackedPlan
@@ -167,8 +168,15 @@ class ScaleRun:
             )
             return answer
 
+        async def report_again(node_id: str, attempt: int) -> NodeReport:
+            try:
+                return await report(node_id, attempt)
+            except ModelNotFound:  # the agent was restarted just now; its ranks have all that they need
+                await self._begin_on(node_id)
+                return await report(node_id, attempt)
+
         shares = sorted({(placement.node_id, placement.attempt) for placement in placements})
-        for answer in await asyncio.gather(*(report(*share) for share in shares)):
+        for answer in await asyncio.gather(*(report_again(*share) for share in shares)):
             for source, size_bytes in answer.bytes_by_source.items():
                 found[source] = found.get(source, 0) + size_bytes
         return found
@@ -228,13 +236,15 @@ class ScaleRun:
         await ended
 
     async def remove_beyond(self) -> None:
-        """End the workers of all ranks that are not the layout's, and let their agents forget them."""
+        """End the workers of all ranks that are not the layout's, give GPUs back, and let agents forget the ranks."""
         record = self._record
         removed = record.beyond()
+        if removed:
+            await end_workers([placement for placement in removed if placement.worker is not None])
+            record.remove(removed)
+        await self._parts.worker_groups.give_back(record.drop_groups(unused_only=True))
         if not removed:
             return
-        await end_workers([placement for placement in removed if placement.worker is not None])
-        record.remove(removed)
         await settled(
             asyncio.wait_for(self._forget(*share), FORGET_S)
             for share in sorted({(placement.node_id, placement.attempt) for placement in removed})
