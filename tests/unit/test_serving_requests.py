@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
+import httpx2 as httpx
 from starlette.testclient import TestClient
 
 import cluster.errors as load_errors
@@ -29,6 +30,7 @@ from serving.settings import ServingSettings
 from storage.errors import LongshoreError
 from storage.store_ref import StoreRef
 from tests.support.checkpoints import write_tiny_llama
+from tests.support.http_servers import http_server
 from tests.support.scripted_service import Script, ScriptedService
 from tests.support.stored_models import StoredModel
 
@@ -123,7 +125,8 @@ def test_a_change_that_takes_long_goes_on_after_its_answer(monkeypatch: pytest.M
 
     monkeypatch.setattr(cluster_client, "ascale", scales)
     path, body = f"/v1/models/{script.model_id}:scale", {"data_parallel_size": 2}
-    with TestClient(make_app(ScriptedService(script, ServingSettings(loads=1))), base_url="http://localhost") as made:
+    service = ScriptedService(script, ServingSettings(loads=1))
+    with http_server(service) as url, httpx.Client(base_url=url, timeout=60) as made:
         answer = made.post(f"{path}?wait_s=0", json=body)
         assert (answer.status_code, answer.json()["done"]) == (202, False)
         assert answer.headers["location"] == f"/v1/models/{script.model_id}"
