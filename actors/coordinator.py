@@ -25,8 +25,10 @@ from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch, IdleAgents
 from actors.coordination.jobs import save
 from actors.coordination.load_run import LoadRun
-from actors.coordination.model_record import Changed, ModelRecord, hosts_by_address, new_model_id
+from actors.coordination.model_changes import REPLICAS, Changed
+from actors.coordination.model_record import ModelRecord, hosts_by_address, new_model_id
 from actors.coordination.planner import Attaching, Planner
+from actors.coordination.run_parts import RunParts
 from actors.coordination.spawn import OrphanWatch
 from actors.coordination.worker_groups import WorkerGroups
 from actors.links import ask_agent
@@ -205,7 +207,7 @@ class Coordinator:
             with contextlib.suppress(TimeoutError):  # who asks has had it ready
                 await asyncio.wait_for(record.changed.wait_for(lambda: record.is_found), REBUILD_S)
             # A call that begins after the decision sees the new revision on every rank.
-            await record.changed.wait_for(lambda: not record.exchanges or record.life.is_over)
+            await record.changed.wait_for(lambda: not record.changes.exchanges or record.life.is_over)
         return record.workers()
 
     async def renew(self, client_id: str, model_ids: list[str]) -> list[str]:
@@ -232,13 +234,13 @@ class Coordinator:
         Waits up to `timeout_s` for the end. Raises UpdateRefused while another change is under way, and ModelNotFound.
         """
         record = await self._found_record(model_id)
-        if record.has_not_begun(asked.update_id):
-            if record.is_updating:
-                raise UpdateRefused("another update of the model is under way", **record.doing())
+        if record.changes.has_not_begun(asked.update_id):
+            if record.changes.is_running:
+                raise UpdateRefused("another update of the model is under way", **record.changes.doing())
             if asked.store is not None:
                 self._trust.sources.check(asked.store.ref, asked.store.credentials)
-            record.lead_update(asked.update_id, self._load_run(record).update(asked))
-        return await record.outcome_of(asked.update_id, timeout_s)
+            record.changes.lead(asked.update_id, self._load_run(record).update(asked))
+        return await record.changes.outcome_of(asked.update_id, timeout_s)
 
     async def scale(
         self, model_id: str, scale_id: str, data_parallel_size: int, timeout_s: float
@@ -248,11 +250,11 @@ class Coordinator:
         Waits up to `timeout_s` for the end. Raises ScaleRefused while another change is under way, and ModelNotFound.
         """
         record = await self._found_record(model_id)
-        if record.has_not_begun(scale_id):
-            if record.is_updating:
-                raise ScaleRefused("another change of the model is under way", **record.doing())
-            record.lead_update(scale_id, self._load_run(record).scale(data_parallel_size), "change of replicas")
-        return await record.outcome_of(scale_id, timeout_s)
+        if record.changes.has_not_begun(scale_id):
+            if record.changes.is_running:
+                raise ScaleRefused("another change of the model is under way", **record.changes.doing())
+            record.changes.lead(scale_id, self._load_run(record).scale(data_parallel_size), REPLICAS)
+        return await record.changes.outcome_of(scale_id, timeout_s)
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
@@ -429,9 +431,8 @@ class Coordinator:
         record.lead(run.run() if incarnations is None else run.resume(incarnations))
 
     def _load_run(self, record: ModelRecord) -> LoadRun:
-        return LoadRun(
-            record, self._planner, self._config, self._models, self._admission, self._worker_groups, self._given
-        )
+        shared = self._planner, self._config, self._models, self._admission, self._worker_groups
+        return LoadRun(RunParts.of(record, *shared, self._given))
 
     async def _end(self, record: ModelRecord, error: LongshoreError) -> None:
         """Free everything a model has. No load is given it from now on."""

@@ -77,9 +77,15 @@ def group_of_worker(name: str) -> str | None:
     return parts[0] if name.startswith("worker-") and len(parts) == 3 else None
 
 
-def group_name(worker_group_id: str) -> str:
-    """Return the name of a worker group."""
-    return f"group-{worker_group_id}"
+def group_name(worker_group_id: str, number: int) -> str:
+    """Return the name of a placement group of a worker group, which may have several."""
+    return f"group-{worker_group_id}.{number}"
+
+
+def worker_group_of(name: str) -> str | None:
+    """Return the worker group that a placement group's name belongs to, or None for other names."""
+    worker_group_id, dot, _ = name.removeprefix("group-").rpartition(".")
+    return worker_group_id if name.startswith("group-") and dot else None
 
 
 def process_of(name: str) -> LogProcess | None:

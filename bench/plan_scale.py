@@ -210,7 +210,7 @@ def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
         "shared_bytes": len(packed.shared),
         "node_job_bytes": len(pickle.dumps(jobs.node_job(record, node_id, record.life.attempt, Config()))),
         "rank_job_bytes": len(pickle.dumps(jobs.rank_job(record, record.placements[0], Config()))),
-        "members_bytes": len(record.members().pack()),
+        "members_bytes": len(jobs.members_of(record).pack()),
         "nodes": len(record.nodes),
     }
     through = sizes["nodes"] * sizes["node_job_bytes"] + request.world_size * sizes["rank_job_bytes"]

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from cluster.errors import PackageMissing as PackageMissing
     from cluster.errors import PlanError as PlanError
     from cluster.errors import RankLost as RankLost
+    from cluster.errors import RankRemoved as RankRemoved
     from cluster.errors import RankTaken as RankTaken
     from cluster.errors import ReaderClosed as ReaderClosed
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
@@ -165,9 +166,9 @@ _EXPORTS = {
         "AgentEnded BrokenCheckpointFile CallTimeout ChunkFailed ClusterError ClusterLost ConfigError ConvertError "
         "DeviceUnavailable DoesNotFit DoesNotFitNow IllegalTransition LayoutError LoadCancelled LoadError "
         "LoadForgotten LoadTimeout ModelBroken ModelConfigError ModelNotFound ModuleMismatch NoCoordinator "
-        "NoRoomToStage NodeLost NotEnoughResources PackageMissing PlanError RankLost RankTaken ReaderClosed "
-        "RemoteCallFailed SaveConflict SaveError SaveRefused ScaleFailed ScaleRefused TensorNotFound UnknownFamily "
-        "UnsafePickle UpdateFailed UpdateRefused VersionMismatch"
+        "NoRoomToStage NodeLost NotEnoughResources PackageMissing PlanError RankLost RankRemoved RankTaken "
+        "ReaderClosed RemoteCallFailed SaveConflict SaveError SaveRefused ScaleFailed ScaleRefused TensorNotFound "
+        "UnknownFamily UnsafePickle UpdateFailed UpdateRefused VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.planning.preview": "aplan plan",

@@ -25,6 +25,7 @@ LongshoreError
 +- LoadError
 |  +- ChunkFailed               no worker could fetch a chunk within its retry budget
 |  +- RankLost                  a worker died or stopped answering more often than allowed
+|  |  +- RankRemoved            the rank went with its replica (`scale`) while something ran there
 |  |  +- RankTaken              a worker counted as lost sent a message after its replacement
 |  +- NodeLost                  a node died, and its ranks found no other place; names both
 |  +- UpdateFailed              an update ended before its exchange; every rank has the old revision
@@ -146,6 +147,10 @@ class ChunkFailed(LoadError):
 
 class RankLost(LoadError):
     """A worker died or stopped answering."""
+
+
+class RankRemoved(RankLost):
+    """The rank went with its replica, when the model got fewer of them, while something ran there."""
 
 
 class RankTaken(RankLost):

@@ -151,16 +151,6 @@ class OlderLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class OlderLoad:
-    """An older load of the same revision, whose nodes may have the chunks of a later one."""
-
-    load_id: str
-    key: bytes = field(repr=False)  # of `PeerSource`
-    nodes: tuple[NodePeer, ...]  # that serve, and have no ranks of the later load
-    tables: bytes = field(default=b"", repr=False)  # packed SharedTables: which chunks each may have. Empty: unknown
-
-
-@dataclass(frozen=True, slots=True)
 class Members:
     """The nodes of a load, and those of others, as far as they may read chunks from each other."""
 

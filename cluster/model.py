@@ -23,7 +23,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cluster.errors import CallTimeout, ClusterLost, ConfigError, LoadTimeout, RankLost, RemoteCallFailed
+from cluster.errors import (
+    CallTimeout,
+    ClusterLost,
+    ConfigError,
+    LoadTimeout,
+    ModelNotFound,
+    RankLost,
+    RankRemoved,
+    RemoteCallFailed,
+)
 from cluster.joining.connection import LOOK_S, Connection
 from cluster.joining.node_tasks import unwrapped
 from cluster.joining.patience import Patience, checked_timeout
@@ -47,6 +56,7 @@ from typing import ParamSpec
 
 IN_MESSAGE_BYTES = 100_000  # Ray puts larger arguments into its object store, for each call anew
 CAUSE_S = 1.0  # wait after an error for the death of another rank, which may be its cause
+REMOVED_S = 2.0  # wait for the coordinator to say which ranks the model has, after one has died
 WITHDRAW_S = 1.0  # wait for the workers to have noted that a call must not begin
 
 
@@ -132,9 +142,11 @@ class RankCalls:
         try:
             answer = ray.get(reference)
         except RayTaskError as error:
-            raise unwrapped(error).with_details(rank=rank) from None
+            failure = unwrapped(error)
+            removed = self._removed(rank) if isinstance(failure, ModelNotFound) else None
+            raise removed or failure.with_details(rank=rank) from None
         except (RayActorError, ObjectLostError) as error:
-            raise RankLost(
+            raise self._removed(rank) or RankLost(
                 f"rank {rank} died during the call",
                 hint="longshore status shows whether it has been replaced",
                 rank=rank,
@@ -144,6 +156,20 @@ class RankCalls:
         except RayError as error:
             raise ClusterLost("Ray failed under the call", rank=rank, cause=str(error)[:300]) from error
         return answer if read is None else read(rank, answer)
+
+    def _removed(self, rank: int) -> RankRemoved | None:
+        """Return the error of a rank that the model has no more. None while it has it, or the coordinator is silent."""
+        patience = Patience(time.monotonic() + REMOVED_S, self._cancelled)
+        with contextlib.suppress(LongshoreError):
+            ranks = len(self._connection.call("workers", self._model_id, patience=patience))
+            if rank >= ranks:
+                return RankRemoved(
+                    f"rank {rank} went with its replica: the model has ranks 0 to {ranks - 1} now",
+                    hint="call a rank that is left, or add replicas again with `scale`",
+                    rank=rank,
+                    model=self._model_id,
+                )
+        return None
 
     def _death(self, waiting: dict[Any, int], patience: Patience) -> RankLost | None:
         """Return the death of another rank, if it is known soon. It may explain why a function raised."""
@@ -274,6 +300,7 @@ class LoadedModel:
                 LongshoreError comes back as it is. A function that raised waits one second for the death of another
                 rank, which comes first.
             RankLost: A worker died during the call, or is being replaced after it died in an earlier one.
+            RankRemoved: The rank went with its replica (`scale`).
             CallTimeout: Not all ranks have answered in time; `details["ranks"]` names those.
             ClusterLost: The cluster's head or its coordinator is gone.
             LoadCancelled: The model was released.

@@ -18,17 +18,22 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import NoCoordinator
 from cluster.telemetry.report import ModelStatus
+from cluster.telemetry.scale_report import ScaleReport
+from cluster.telemetry.update_report import UpdateReport
 from longshore.installation import __version__
 from serving.access import Access, read_page
 from serving.schemas import (
     MEDIA_TYPE,
     Begun,
+    Change,
     Freed,
     Json,
     LoadBody,
     Models,
     PlanBody,
     Problem,
+    ScaleBody,
+    UpdateBody,
     problem,
     problem_of,
     status_of,
@@ -84,6 +89,8 @@ def _is_over(now: ModelStatus, until: str) -> bool:
 
 
 ModelId = Annotated[str, Path(max_length=100, pattern=r"^[A-Za-z0-9._-]+$", examples=["llama-70b-3f9a21c4"])]
+CHANGE_S = 2.0  # a change that is refused is refused by then
+WaitS = Annotated[float, Query(ge=0, le=600, allow_inf_nan=False, description="seconds to wait for its end")]
 _JSON_HINT = "send a JSON object, with the header content-type: application/json"
 COMMON = (400, 401, 403, 408, 413, 422, 429, 500, 502, 503)
 
@@ -115,6 +122,7 @@ def make_app(service: Service) -> FastAPI:
     _add_errors(app)
     _add_health(app, service)
     _add_models(app, service)
+    _add_changes(app, service)
     _add_watching(app, service)
     _add_page(app)
     app.openapi = lambda: _with_problems(app)  # type: ignore[method-assign]
@@ -242,6 +250,40 @@ def _add_models(app: FastAPI, service: Service) -> None:
         model_id: ModelId, force: Annotated[bool, Query(description="free it whoever holds it")] = False
     ) -> Freed:
         return Freed(**(await service.release(model_id, force=force)).as_dict())
+
+
+def _add_changes(app: FastAPI, service: Service) -> None:
+    begun: dict[int | str, dict[str, Any]] = {202: {"model": Change, "description": "It is under way"}}
+    responses = {**begun, **_problems(404)}
+
+    @app.post(
+        "/v1/models/{model_id}:update",
+        summary="Give a model the contents of another revision, in place",
+        tags=["models"],
+        response_model=Change,
+        responses=responses,
+    )
+    async def update(model_id: ModelId, body: UpdateBody, wait_s: WaitS = CHANGE_S) -> Json:
+        return _change(model_id, await service.update(model_id, body, wait_s))
+
+    @app.post(
+        "/v1/models/{model_id}:scale",
+        summary="Give a model another number of replicas, while its other ranks serve",
+        tags=["models"],
+        response_model=Change,
+        responses=responses,
+    )
+    async def scale(model_id: ModelId, body: ScaleBody, wait_s: WaitS = CHANGE_S) -> Json:
+        return _change(model_id, await service.scale(model_id, body.data_parallel_size, wait_s))
+
+
+def _change(model_id: str, outcome: UpdateReport | ScaleReport | str) -> Json:
+    """Return the answer: the report of a change that is done, else what it does."""
+    where = {"location": f"/v1/models/{model_id}"}
+    if isinstance(outcome, str):
+        return Json({"model_id": model_id, "done": False, "doing": outcome}, status_code=202, headers=where)
+    report = jsonable_encoder(outcome.as_dict())
+    return Json({"model_id": model_id, "done": True, "report": report}, headers=where)
 
 
 def _add_watching(app: FastAPI, service: Service) -> None:

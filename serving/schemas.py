@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -21,6 +22,8 @@ from cluster.options import (
     collect,
     options_of,
 )
+from cluster.request import StoreOptions
+from cluster.updating import UpdateOptions
 from storage.errors import (
     AccessDenied,
     CheckpointError,
@@ -40,24 +43,40 @@ Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Text = Annotated[str, Field(max_length=200)]
 
 
-def _explain(schema: dict[str, Any]) -> None:
-    """Add examples, and to each option its help."""
-    schema["examples"] = [
-        {"uri": "s3://models/llama-70b", "tensor_parallel_size": 8},
-        {"uri": "s3://models/mixtral-8x7b", "tensor_parallel_size": 4, "fit": "auto", "dtype": "bfloat16"},
-    ]
-    for one in options_of(LOAD):
-        if one.name in schema["properties"]:
-            schema["properties"][one.name].setdefault("description", about(one).help)
+def _explained(*examples: dict[str, Any]) -> ConfigDict:
+    """Return the configuration of a request's body with these examples, and for each option of a load its help."""
+
+    def explain(schema: dict[str, Any]) -> None:
+        schema["examples"] = list(examples)
+        for one in options_of(LOAD):
+            if one.name in schema["properties"]:
+                schema["properties"][one.name].setdefault("description", about(one).help)
+
+    return ConfigDict(extra="forbid", json_schema_extra=explain)
 
 
-class ModelBody(BaseModel):
-    """A model and how it is cut: the options of `cluster.load` that a caller from outside may set.
+class SourceBody(BaseModel):
+    """Options that say where a revision is read and which one is accepted.
 
     Not among them: credentials (those of the cluster's nodes are used), files and folders of the service's machine.
     """
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_explain)
+    signed_name: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    endpoint_url: Annotated[str, Field(max_length=500)] | None = Field(
+        None, description="of an S3-compatible server; only those that the operator allows"
+    )
+    region: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None = None
+    anonymous: bool = False
+
+
+class ModelBody(SourceBody):
+    """A model and how it is cut: the options of `cluster.load` that a caller from outside may set."""
+
+    model_config = _explained(
+        {"uri": "s3://models/llama-70b", "tensor_parallel_size": 8},
+        {"uri": "s3://models/mixtral-8x7b", "tensor_parallel_size": 4, "fit": "auto", "dtype": "bfloat16"},
+    )
 
     uri: str = Field(min_length=1, max_length=2048, description="s3://bucket/prefix, or another scheme that is allowed")
     tensor_parallel_size: Size = 1
@@ -76,13 +95,6 @@ class ModelBody(BaseModel):
     fit: FitMode = "strict"
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     reserve_bytes: int | None = Field(None, ge=0, le=1 << 50)
-    signed_name: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    endpoint_url: Annotated[str, Field(max_length=500)] | None = Field(
-        None, description="of an S3-compatible server; only those that the operator allows"
-    )
-    region: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None = None
-    anonymous: bool = False
 
     def options(self) -> LoadOptions:
         """Return the options of the load. Raises ConfigError."""
@@ -105,6 +117,47 @@ class PlanBody(ModelBody):
     host_memory: Text | None = None
     ranks_per_node: Size | None = None
     store_rate: Text | None = Field(None, description='"5GB/s", "40Gbit/s"')
+
+
+class UpdateBody(SourceBody):
+    """New contents for a resident model: the options of `cluster.update` that a caller from outside may set."""
+
+    model_config = _explained({"uri": "s3://models/llama/step-2000"}, {"streaming": True})
+
+    uri: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
+        None, description="folder of the new revision; none: the model's own, as it is stored now"
+    )
+    streaming: bool = Field(
+        False, description="read into the tensors themselves: nothing is staged, and a failure breaks the model"
+    )
+
+    def options(self) -> UpdateOptions:
+        """Return the options of the update."""
+        given = self.model_dump()
+        return replace(collect(UpdateOptions, given), store=collect(StoreOptions, given))
+
+
+class ScaleBody(BaseModel):
+    """Another number of replicas for a resident model."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"data_parallel_size": 2}]})
+
+    data_parallel_size: Size = Field(description="copies of the model, 1 or more")
+
+
+class Change(BaseModel):
+    """An update or a change of the number of replicas, which is done or under way."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model_id": "llama-70b-3f9a21c4", "done": False, "doing": "an update is planned"}]
+        }
+    )
+
+    model_id: str
+    done: bool
+    doing: str = Field("", description="what it does now; GET /v1/models/{model_id} shows how it goes on and ends")
+    report: dict[str, Any] | None = Field(None, description="as `longshore update --json` and `scale --json` show it")
 
 
 class Begun(BaseModel):

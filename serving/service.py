@@ -1,4 +1,4 @@
-"""The work of the routes, done with the Python client: loads that outlast their request, and views of the cluster.
+"""The work of the routes, done with the Python client: loads and changes that outlast their request, and views.
 
 LongshoreError
 +- Busy                         as much is under way as the settings allow; ask again later
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,12 @@ from cluster.planning.plan_summary import PlanSummary
 from cluster.request import StoreOptions
 from cluster.telemetry.chunk_map import ChunkMap, LoadEvent
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus
-from serving.schemas import LoadBody, ModelBody, PlanBody
+from cluster.telemetry.scale_report import ScaleReport
+from cluster.telemetry.update_report import UpdateReport
+from serving.schemas import LoadBody, ModelBody, PlanBody, UpdateBody
 from serving.settings import ServingSettings
 from storage.errors import LongshoreError, SourceRefused
+from storage.store_ref import StoreRef
 
 T = TypeVar("T")
 
@@ -81,6 +85,7 @@ class Service:
         self._address = address
         self._rules = settings.source_rules()
         self._loads: dict[asyncio.Task[Any], str] = {}  # not ready yet -> model id, as soon as it is known
+        self._changes: set[asyncio.Task[Any]] = set()  # updates and changes of replicas that are not done
         self._plans = asyncio.Semaphore(settings.plans)
         self._status = SharedAnswer(lambda: self._call(lambda: client.status(self._address)))
         self._threads = ThreadPoolExecutor(CALLS + settings.streams, thread_name_prefix="longshore-http")
@@ -97,8 +102,7 @@ class Service:
         Raises the errors of `cluster.load` that come before a first progress; Busy.
         """
         self._check(body)
-        if len(self._loads) >= self.settings.loads:
-            raise Busy("too many loads are under way", hint="wait for one to be ready, or ask another replica")
+        self._check_busy()
         loop = asyncio.get_running_loop()
         first: asyncio.Future[LoadProgress] = loop.create_future()
 
@@ -138,6 +142,54 @@ class Service:
         model_id = self._loads.pop(task, "")
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.info("load %s ended: %s", model_id or "(not begun)", error)
+
+    def _check_busy(self) -> None:
+        if len(self._loads) + len(self._changes) >= self.settings.loads:
+            hint = "wait for one to end, or ask another replica"
+            raise Busy("too many loads, updates and changes of replicas are under way", hint=hint)
+
+    async def update(self, model_id: str, body: UpdateBody, wait_s: float) -> UpdateReport | str:
+        """Begin an update of a model in place. Return its report, or after `wait_s` what it does; it goes on then.
+
+        Raises the errors of `cluster.update` that come before that; SourceRefused, Busy.
+        """
+        options = body.options()
+        if body.uri is not None:
+            self._check_uri(body.uri)
+            known = await self._call(lambda: client.request_of(model_id, address=self._address))
+            asked = options.request("", known.store)  # read beside the model's own place where the body names no server
+            if asked.store is not None:
+                self._check_ref(asked.store.ref)
+        store = {"endpoint_url": body.endpoint_url, "region": body.region, "anonymous": body.anonymous}
+        about = {"revision": body.revision, "streaming": body.streaming, "signed_name": body.signed_name}
+        change = client.aupdate(model_id, body.uri, address=self._address, **store, **about)  # type: ignore[arg-type]
+        return await self._changed(model_id, change, wait_s)
+
+    async def scale(self, model_id: str, data_parallel_size: int, wait_s: float) -> ScaleReport | str:
+        """Begin to give a model that many replicas. Return the report, or after `wait_s` what it does; it goes on then.
+
+        Raises the errors of `cluster.scale` that come before that; Busy.
+        """
+        change = client.ascale(model_id, data_parallel_size, address=self._address)
+        return await self._changed(model_id, change, wait_s)
+
+    async def _changed(self, model_id: str, change: Coroutine[Any, Any, T], wait_s: float) -> T | str:
+        """Return what the change returns, or after `wait_s` what the model's status says of it."""
+        try:
+            self._check_busy()
+        except Busy:
+            change.close()
+            raise
+        task = asyncio.get_running_loop().create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(functools.partial(self._change_ended, model_id))
+        await asyncio.wait([task], timeout=wait_s)
+        return task.result() if task.done() else (await self.model(model_id)).update
+
+    def _change_ended(self, model_id: str, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.info("a change of %s ended: %s", model_id, error)
 
     async def release(self, model_id: str, *, force: bool) -> Released:
         """Free a model, or end its load. Raises ModelNotFound, ClusterLost."""
@@ -198,9 +250,16 @@ class Service:
 
     def _check(self, body: ModelBody) -> None:
         """Raises SourceRefused, ConfigError, InvalidUri."""
-        if "://" not in body.uri:
-            raise ConfigError("a URI with a scheme is wanted, not a path", hint="s3://bucket/prefix")
+        self._check_uri(body.uri)
         ref, _ = collect(StoreOptions, body.model_dump()).resolve(body.uri)
+        self._check_ref(ref)
+
+    def _check_uri(self, uri: str) -> None:
+        if "://" not in uri:
+            raise ConfigError("a URI with a scheme is wanted, not a path", hint="s3://bucket/prefix")
+
+    def _check_ref(self, ref: StoreRef) -> None:
+        """Raise SourceRefused for a place that requests may not name."""
         try:
             self._rules.check(ref)
         except SourceRefused as error:

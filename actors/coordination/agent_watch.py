@@ -33,7 +33,8 @@ from ray.exceptions import RayError
 from actors.coordination import nodes, spawn
 from actors.coordination.jobs import SavedLoad
 from actors.coordination.load_run import LoadRun
-from actors.coordination.model_record import ModelRecord, Placement, is_update
+from actors.coordination.model_changes import is_update
+from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.spawn import end_orphans
 from actors.coordination.worker_groups import WorkerGroups
 from actors.links import ask_agent
@@ -320,8 +321,8 @@ class AgentWatch:
         await self._note_progress(beat)
         self._begin_again(beat)
         for record in self._models.values():
-            if record.update_heard is not None:
-                record.update_heard(beat)
+            if record.changes.heard is not None:
+                record.changes.heard(beat)
         for record in self._models.values():
             if record.peer_moved(beat.node_id, beat.peer):
                 self._in_background(self._load_run(record).tell_members({beat.node_id}))
@@ -350,7 +351,8 @@ class AgentWatch:
         """Return the loads of updates that nobody leads any more, once every agent has reported its loads."""
         if not self.rebuilt.is_set():
             return []
-        live = {record.update.load_id for record in self._models.values() if record.update and record.is_updating}
+        changes = [record.changes for record in self._models.values() if record.changes.is_running]
+        live = {each.update.load_id for each in changes if each.update is not None}
         return [load_id for load_id in {each.load_id for each in beat.loads if is_update(each.load_id)} - live]
 
     def _members_of_agent_before(self, beat: AgentBeat) -> tuple[GroupMember, ...]:

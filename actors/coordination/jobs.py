@@ -9,21 +9,23 @@ import asyncio
 import contextlib
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.model_record import ModelRecord, Placement, SavedUpdate
+from actors.coordination.model_changes import SavedUpdate
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config
 from cluster.fit.needs import min_slots
-from cluster.messages import NodeJob, RankJob, SlotHolder, UpdateJob
+from cluster.messages import Members, NodeJob, NodePeer, OlderLoad, RankJob, SlotHolder, UpdateJob
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
+from cluster.scheduling.topology import sending_weights
 from cluster.telemetry.metrics import model_label
 from storage.errors import ArenaBusy
 
@@ -45,13 +47,14 @@ class SavedLoad:
     total_bytes: int
     placements: tuple[tuple[int, str, str, int], ...]  # (rank, node id, host, attempt that brought it there)
     worker_group_id: str  # its workers are named by it
-    group: Any  # our own placement group, or None
+    groups: tuple[Any, ...]  # our own placement groups
     has_credentials: bool  # the client passed some; they are not kept here
     host_bytes: dict[int, int]
     pools: dict[str, tuple[str, ...]]
     peer_key: bytes = field(repr=False)  # of `Members`: agents that go on prove themselves with it
     update: SavedUpdate | None = None  # that is under way
     broken: str = ""  # see `ModelRecord`
+    next_incarnations: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(record: ModelRecord) -> SavedLoad:
@@ -68,13 +71,14 @@ class SavedLoad:
                 for placement in record.placements.values()
             ),
             record.worker_group_id,
-            record.group,
+            record.groups,
             record.request.store.credentials is not None or record.had_credentials,
             dict(record.host_bytes),
             dict(record.pools),
             record.peer_key,
-            None if record.update is None else record.update.saved(),
+            None if record.changes.update is None else record.changes.update.saved(),
             record.broken,
+            dict(record.next_incarnations),
         )
 
     def pack(self) -> bytes:
@@ -99,19 +103,19 @@ class SavedLoad:
             signed_by=self.signed_by,
             outline=self.outline,
             worker_group_id=self.worker_group_id,
-            group=self.group,
+            groups=self.groups,
+            next_incarnations=dict(self.next_incarnations),
             restored=True,
             had_credentials=self.has_credentials,
             host_bytes=self.host_bytes,
             pools=self.pools,
             peer_key=self.peer_key,
-            update=self.update,
             broken=self.broken,
         )
-        group = self.group or self.request.placement_group
-        bundles = _bundles(group, self.request) if group is not None else None
+        record.changes.found(self.update)
+        bundles = _bundles(self.groups, self.request)
         for rank, node_id, host, attempt in self.placements:
-            bundle = bundles[rank] if bundles and rank < len(bundles) else None
+            bundle = bundles[rank] if rank < len(bundles) else None
             record.place([Placement(rank, node_id, host, bundle, attempt, replaced=True)])
             record.begun_on(node_id, attempt)
         return record
@@ -138,7 +142,9 @@ async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) 
     """
     workers = await _find_workers(record.worker_group_id)
     for rank in workers.keys() - record.placements.keys():
-        await asyncio.to_thread(spawn.end_actor, workers[rank][1])
+        incarnation, worker = workers[rank]
+        record.skip_incarnations(rank, incarnation + 1)  # Ray may give its name back late
+        await asyncio.to_thread(spawn.end_actor, worker)
     for placement in record.placements.values():
         placement.incarnation, placement.worker = workers.get(
             placement.rank, (incarnations.get(placement.rank, 0), None)
@@ -172,8 +178,64 @@ async def _ask(record: ModelRecord, placement: Placement) -> None:
         placement.find(await asyncio.wait_for(asked, ANSWER_S), record.model_id)
 
 
-def _bundles(group: Any, request: LoadRequest) -> list[Any]:
-    return [bundle for _, _, bundle in nodes.places_in_group(group, request)]
+def _bundles(groups: Sequence[Any], request: LoadRequest) -> list[Any]:
+    """Return the bundle of each rank that is in a placement group, ours or the caller's."""
+    if request.placement_group is not None:
+        return [bundle for _, _, bundle in nodes.places_in_group(request.placement_group, request)]
+    return nodes.bundles_of_ranks(groups, request.gpus_per_rank)
+
+
+MOST_OLDER_LOADS = 8  # whose nodes a load may read chunks from
+
+
+def members_of(record: ModelRecord, others: Iterable[ModelRecord] = (), *, together: bool = False) -> Members:
+    """Return the nodes that may read chunks from each other; none where no node serves any.
+
+    Nodes of `others` lend their chunks if their load is of the same revision and older. So nodes of two loads never
+    wait for each other. Nodes of the model's own earlier attempts do so too, unless all begin `together`.
+    """
+    found = _node_peers(record, together=together)
+    same = (
+        (other, tuple(node for node in _node_peers(other) if node.peer and node.node_id not in record.nodes))
+        for other in others
+        if other.is_usable and other.created_s < record.created_s and _have_same_chunks(record, other)
+    )
+    older = tuple(
+        # While ranks come or go the plan may not know all of them.
+        OlderLoad(
+            other.model_id,
+            other.peer_key,
+            nodes,
+            b"" if other.plan is None or other.beyond() else other.plan.shared,
+        )
+        for other, nodes in same
+        if nodes
+    )[:MOST_OLDER_LOADS]
+    return Members(found, record.peer_key, older) if older or any(node.peer for node in found) else Members()
+
+
+def _node_peers(record: ModelRecord, *, together: bool = False) -> tuple[NodePeer, ...]:
+    """Return the nodes that have ranks, and where they serve chunks. `together`: as one attempt."""
+    shares: dict[tuple[int, str], list[Placement]] = {}
+    for _, placement in sorted(record.placements.items()):
+        shares.setdefault((1 if together else placement.attempt, placement.node_id), []).append(placement)
+    node_ids = {node_id for _, node_id in shares}
+    weights = sending_weights({node_id: record.peer_rates.get(node_id, (0.0, 0.0)) for node_id in node_ids})
+    sends = {node_id: record.peers.get(node_id) for node_id in node_ids if weights[node_id]}
+    return tuple(
+        NodePeer(
+            node_id,
+            tuple(placement.rank for placement in placements),
+            sends.get(node_id),
+            attempt,
+            filled=not together and all(placement.report is not None for placement in placements),
+        )
+        for (attempt, node_id), placements in sorted(shares.items())
+    )
+
+
+def _have_same_chunks(one: ModelRecord, other: ModelRecord) -> bool:
+    return bool(one.revision) and (one.revision, one.request.uri) == (other.revision, other.request.uri)
 
 
 def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) -> NodeJob:

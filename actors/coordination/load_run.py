@@ -24,16 +24,15 @@ from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
 from actors.coordination.fit import FitChoice, node_memory
-from actors.coordination.jobs import find_workers_again, node_job, rank_job, slots_taken
+from actors.coordination.jobs import find_workers_again, members_of, node_job, rank_job, slots_taken
 from actors.coordination.model_record import ModelRecord, Placement
-from actors.coordination.nodes import ACTOR_GONE, NodeAgents
+from actors.coordination.nodes import ACTOR_GONE
 from actors.coordination.placing import Relocation, take_placements
-from actors.coordination.planner import Planner, PlanSource, in_message, use_working_access
+from actors.coordination.planner import in_message, use_working_access
+from actors.coordination.run_parts import RunParts
 from actors.coordination.scale_run import ScaleRun
 from actors.coordination.spawn import alongside, finished, settled, tend_all
 from actors.coordination.update_run import UpdateRun
-from actors.coordination.worker_groups import WorkerGroups
-from cluster.config import Config
 from cluster.errors import (
     ClusterError,
     ClusterLost,
@@ -124,30 +123,12 @@ RankEvent = load_state.RankReady | load_state.RankLost | load_state.RankReplaced
 
 
 class LoadRun:
-    """Acts for one model. `models` is the coordinator's table, read to know what others hold."""
+    """Acts for one model."""
 
-    def __init__(
-        self,
-        record: ModelRecord,
-        planner: Planner,
-        config: Config,
-        models: dict[str, ModelRecord],
-        admission: asyncio.Lock,
-        worker_groups: WorkerGroups,
-        given: Config | None,
-    ) -> None:
-        """`given`: see `spawn.start_agent`."""
-        self._record = record
-        self._planner = planner
-        self._config = config
-        self._models = models
-        self._admission = admission
-        self._worker_groups = worker_groups
-        self._source = PlanSource(record, planner, config.holder_ttl_s)
-        self._agents = NodeAgents(record, given)
-        self._relocating = Relocation(
-            record, config, models, admission, worker_groups, self._agents, self._source, self.begin_on
-        )
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._record = parts.record
+        self._relocating = Relocation(parts, self.begin_on)
 
     # -- the two ways in ---------------------------------------------------------------------------------------
 
@@ -195,20 +176,10 @@ class LoadRun:
         return await self._scaling().run(data_parallel_size)
 
     def _scaling(self) -> ScaleRun:
-        return ScaleRun(
-            self._record,
-            self._planner,
-            self._config,
-            self._models,
-            self._admission,
-            self._worker_groups,
-            self._agents,
-            self._source,
-            self.begin_on,
-        )
+        return ScaleRun(self._parts, self.begin_on)
 
     def _updates(self) -> UpdateRun:
-        return UpdateRun(self._record, self._planner, self._config, self._models, self._agents, self.begin_on)
+        return UpdateRun(self._parts, self.begin_on)
 
     async def end(self, error: LongshoreError) -> None:
         """Free everything; the model is over, with `error`. No cancellation cuts it short: who hears of the error
@@ -222,16 +193,16 @@ class LoadRun:
         # What failed may be broken, and what was not ready yet has reads under way.
         kept = isinstance(error, LoadCancelled) and record.life.is_ready and not record.beyond()
         await record.end(error)
-        await self._worker_groups.part(record, keep=kept)
+        await self._parts.worker_groups.part(record, keep=kept)
         await record.touch()
 
     # -- the steps of a load -----------------------------------------------------------------------------------
 
     async def _plan(self) -> PackedPlan:
         record = self._record
-        if limits := await node_memory(record, self._agents, self._config, self._admission):
+        if limits := await node_memory(record, self._parts.agents, self._parts.config, self._parts.admission):
             record.change_request(node_memory=limits)
-        plan = await self._planner.prepare(record.request)
+        plan = await self._parts.planner.prepare(record.request)
         record.planned(plan)
         await self._event(load_state.Planned)
         return plan
@@ -240,15 +211,15 @@ class LoadRun:
         """Place every rank, one load at a time: two would take the same places. Return the group taken over."""
         record, request = self._record, self._record.request
         deadline_s = time.monotonic() + request.wait_for_resources_s
-        if freeing := [o.ending for o in self._models.values() if o.ending is not None and not o.ending.done()]:
+        if freeing := [o.ending for o in self._parts.models.values() if o.ending is not None and not o.ending.done()]:
             await asyncio.wait(freeing, timeout=FREED_S)
         while True:
-            async with self._admission:
+            async with self._parts.admission:
                 try:
-                    others = [o for o in self._models.values() if o is not record and not o.life.is_over]
+                    others = [o for o in self._parts.models.values() if o is not record and not o.life.is_over]
                     may_wait = time.monotonic() < deadline_s
                     worker_group = await take_placements(
-                        record, others, self._worker_groups, self._config, may_wait=may_wait
+                        record, others, self._parts.worker_groups, self._parts.config, may_wait=may_wait
                     )
                     break
                 except ClusterError as error:
@@ -271,7 +242,7 @@ class LoadRun:
     def _gpus_come(self, error: ClusterError) -> bool:
         """Return whether the GPUs that are missing were given back so lately that Ray may not count them yet."""
         missing = error.details.get("need", 0) - error.details.get("have", 0)
-        return self._record.request.device == "cuda" and missing > 0 and self._worker_groups.may_free(missing)
+        return self._record.request.device == "cuda" and missing > 0 and self._parts.worker_groups.may_free(missing)
 
     async def _start_workers(self) -> None:
         """Processes for the ranks that have none; they come up while the agents are told."""
@@ -280,10 +251,10 @@ class LoadRun:
 
     async def _begin(self, plan: PackedPlan, worker_group: IdleWorkerGroup | None) -> None:
         """See that the plan fits, and tell every agent what its node needs; then the workers can have their jobs."""
-        others = self._models.values()
-        await FitChoice(self._record, self._planner, self._agents, self._config, self._worker_groups).choose(
-            plan, others, worker_group
-        )
+        others = self._parts.models.values()
+        await FitChoice(
+            self._record, self._parts.planner, self._parts.agents, self._parts.config, self._parts.worker_groups
+        ).choose(plan, others, worker_group)
         members = await self._packed_members()
         await asyncio.gather(*(self.begin_on(node_id, members) for node_id in self._record.nodes))
         await self._event(load_state.Started)
@@ -295,17 +266,17 @@ class LoadRun:
         """
         record, members = self._record, await self._packed_members() if members is None else members
         revision = record.revision
-        shared = await self._source.shared(apart=not isinstance(members, bytes))
+        shared = await self._parts.source.shared(apart=not isinstance(members, bytes))
         if record.revision != revision:
             return await self.begin_on(node_id)
 
         def begin(agent: Any, attempt: int) -> Any:
-            job = replace(node_job(record, node_id, attempt, self._config), revision=revision)
+            job = replace(node_job(record, node_id, attempt, self._parts.config), revision=revision)
             return agent.begin.remote(job, members, shared)
 
         for attempt in record.attempts_on(node_id):
             began_s = time.monotonic()
-            while not await self._agents.ask(node_id, functools.partial(begin, attempt=attempt)):
+            while not await self._parts.agents.ask(node_id, functools.partial(begin, attempt=attempt)):
                 await record.touch("waiting for arena slots that other loads hold")
                 await self._check_slots_come(node_id, attempt, time.monotonic() - began_s)
                 await asyncio.sleep(0.2)
@@ -339,19 +310,19 @@ class LoadRun:
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TELL_S):
-                await settled(self._agents.ask(node_id, tell) for node_id in record.nodes if node_id not in but)
+                await settled(self._parts.agents.ask(node_id, tell) for node_id in record.nodes if node_id not in but)
 
     async def _packed_members(self) -> Any:
         """Return the members as an argument of a remote call (`in_message`)."""
         self._record.note_ports()
-        return await in_message(self._record.members(self._models.values()).pack())
+        return await in_message(members_of(self._record, self._parts.models.values()).pack())
 
     async def _check_slots_come(self, node_id: str, attempt: int, waited_s: float) -> None:
         """Returns while the load may go on waiting for slots. Raises ArenaBusy, which names who holds them."""
-        if waited_s < max(self._config.slots_wait_s, self._record.request.wait_for_resources_s):
+        if waited_s < max(self._parts.config.slots_wait_s, self._record.request.wait_for_resources_s):
             return
-        holders = await self._agents.ask(node_id, lambda agent: agent.slot_holders.remote())
-        job = node_job(self._record, node_id, attempt, self._config)
+        holders = await self._parts.agents.ask(node_id, lambda agent: agent.slot_holders.remote())
+        job = node_job(self._record, node_id, attempt, self._parts.config)
         raise slots_taken(job, self._record.nodes[node_id], waited_s, holders)
 
     async def _tend_all(self) -> None:
@@ -386,7 +357,7 @@ class LoadRun:
                     return
                 await self._rank_event(load_state.RankReady, placement)
                 if record.life.is_ready and record.report is None:
-                    record.finish(await self._report(), self._models.values())
+                    record.finish(await self._report(), self._parts.models.values())
                     await record.touch()
                 await placement.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
                 return
@@ -398,7 +369,7 @@ class LoadRun:
                 await self._rank_event(load_state.RankLost, placement)
                 await self._vacate(placement)
                 restarts += 1
-                if restarts > self._config.rank_restarts:
+                if restarts > self._parts.config.rank_restarts:
                     raise RankLost(
                         f"rank {placement.rank} was lost {restarts} times",
                         hint="see the worker's log in Ray's session folder; out of memory is the usual cause",
@@ -413,17 +384,19 @@ class LoadRun:
         while revision != self._record.revision:  # an update may have been decided meanwhile
             revision = self._record.revision
             if placement.replaced or self._record.joins(placement.rank):
-                await use_working_access(self._record, self._planner)
-            shared = await self._source.shared()
-        job = rank_job(self._record, placement, self._config)
+                await use_working_access(self._record, self._parts.planner)
+            shared = await self._parts.source.shared()
+        job = rank_job(self._record, placement, self._parts.config)
         if not placement.is_up:
-            await spawn.meet_worker(placement.worker, placement.host, PROCESS_START_S + self._config.stuck_after_s)
+            await spawn.meet_worker(
+                placement.worker, placement.host, PROCESS_START_S + self._parts.config.stuck_after_s
+            )
         if revision != self._record.revision:
             return await self._give_job(placement)
         placement.give_job()
         # Until a worker has said hello to its agent, nobody else would notice that it is stuck.
         start = placement.worker.start.options(concurrency_group="control").remote(job, shared)
-        await asyncio.wait_for(start, self._config.stuck_after_s)
+        await asyncio.wait_for(start, self._parts.config.stuck_after_s)
         placement.started = True
 
     async def _start_worker(self, placement: Placement) -> None:
@@ -435,7 +408,7 @@ class LoadRun:
                 node_id=placement.node_id,
                 device=self._record.request.device,
                 bundle=placement.bundle,
-                orphan_after_s=self._config.orphan_after_s,
+                orphan_after_s=self._parts.config.orphan_after_s,
                 gpus=self._record.request.gpus_per_rank,
             )
         )
@@ -450,18 +423,20 @@ class LoadRun:
         await asyncio.to_thread(spawn.end_actor, placement.worker)
         placement.vacate()
         model_id, rank, incarnation = self._record.model_id, placement.rank, placement.incarnation
-        await self._agents.ask(placement.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
+        await self._parts.agents.ask(
+            placement.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation)
+        )
 
     async def _report(self) -> LoadReport:
         record = self._record
-        plan = record.plan or record.outline or await self._source.plan()
+        plan = record.plan or record.outline or await self._parts.source.plan()
         answers = await asyncio.gather(*(self._node_report(node_id) for node_id in record.nodes))
         return make_report(record, plan, answers)
 
     async def _node_report(self, node_id: str) -> NodeReport:
         while True:
             try:
-                report: NodeReport = await self._agents.ask(
+                report: NodeReport = await self._parts.agents.ask(
                     node_id, lambda agent: agent.report.remote(self._record.model_id)
                 )
                 return report

@@ -13,27 +13,26 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actors.coordination.model_changes import UPDATE, Changed, ModelChanges, SavedUpdate, details_of
 from cluster.errors import LoadCancelled, ModelBroken, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
 from cluster.layouts.mesh import Layout
-from cluster.messages import AgentBeat, Assignment, Members, NodePeer, OlderLoad
+from cluster.messages import Assignment
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
-from cluster.scheduling.topology import NodeInfo, sending_weights
-from cluster.scheduling.update_state import RankStep, UpdateLife, UpdatePhase
+from cluster.scheduling.topology import NodeInfo
 from cluster.telemetry.chunk_map import EventLog, LoadEvent
 from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.logs import log_events
 from cluster.telemetry.metrics import model_label
-from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus, UpdateProgress
-from cluster.telemetry.scale_report import ScaleReport
+from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus
 from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory
@@ -103,45 +102,7 @@ class Placement:
         self.replaced = True
 
 
-@dataclass(frozen=True, slots=True)
-class SavedUpdate:
-    """An update that is under way, as agents keep it for a restarted coordinator."""
-
-    update_id: str
-    request: LoadRequest  # of a load of the new revision; saved without credentials
-    base: str  # the revision before
-    revision: str
-    signed_by: str
-    streaming: bool
-    decided: bool = False  # every rank gets the new revision, whatever happens
-
-    @property
-    def load_id(self) -> str:
-        """The id under which agents know the load of what changed."""
-        return update_load_id(self.update_id)
-
-    def saved(self) -> SavedUpdate:
-        """Return it without credentials."""
-        return replace(self, request=replace(self.request, store=self.request.store.without_credentials()))
-
-
 _BEFORE_READY = (LoadState.PLANNING, LoadState.WAITING, LoadState.STARTING, LoadState.LOADING)
-_UPDATE = "update-"
-KEPT_OUTCOMES = 4  # of updates that are over, for clients that ask again
-Changed = UpdateReport | ScaleReport
-
-
-def update_load_id(update_id: str) -> str:
-    """Return the id under which agents know the load of what an update changes."""
-    return f"{_UPDATE}{update_id}"
-
-
-def is_update(load_id: str) -> bool:
-    """Return whether this is the id of an update's load."""
-    return load_id.startswith(_UPDATE)
-
-
-MOST_OLDER_LOADS = 8  # whose nodes a load may read chunks from
 
 
 @dataclass(slots=True)
@@ -168,9 +129,9 @@ class ModelRecord:
     pools: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: ids of what its memory comes out of
     kept_bytes: dict[str, int] = field(default_factory=dict)  # by node: that the worker group taken over had there
     worker_group_id: str = (
-        ""  # its workers and its placement group are named by it: the model's id, or that of an earlier one
+        ""  # its workers and its placement groups are named by it: the model's id, or that of an earlier one
     )
-    group: Any = None  # the placement group, when it is ours
+    groups: tuple[Any, ...] = ()  # the placement groups that are ours
     begun: set[tuple[str, int]] = field(default_factory=set)  # (node, attempt): parts that agents were told
     store_bytes: dict[str, int] = field(default_factory=dict)  # by node
     peers: dict[str, Peer | None] = field(default_factory=dict)  # by node: where it serves chunks to the others
@@ -182,17 +143,6 @@ class ModelRecord:
     access: ProvenAccess = field(default_factory=ProvenAccess)  # of each client, as far as it has worked
     restored: bool = False  # by a coordinator that was restarted: clients must supply their credentials again
     had_credentials: bool = False  # restored, and some client had passed credentials, which are in no saved state
-    update: SavedUpdate | None = None  # that is under way
-    update_life: UpdateLife | None = None  # of the last update
-    update_bytes: dict[int, int] = field(default_factory=dict)  # by rank: that it has read for the update
-    update_total_bytes: int = 0  # that all ranks read for it
-    update_text: str = ""  # for people: what it does, or how it ended
-    update_heard: Callable[[AgentBeat], None] | None = None  # takes heartbeats while an update reads
-    updating: asyncio.Task[None] | None = None  # leads the update, or the change of the number of replicas
-    updating_id: str = ""
-    changing: str = ""  # what it leads, for people
-    # Of the last updates and changes of the number of replicas, by id.
-    update_outcomes: dict[str, Changed | LongshoreError] = field(default_factory=dict)
     broken: str = ""  # why ranks have contents of two revisions
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # set: there are placements that nobody tends yet
     join_error: LongshoreError | None = None  # why ranks that join cannot be filled
@@ -205,9 +155,11 @@ class ModelRecord:
     silent_ports: set[str] = field(default_factory=set)  # nodes that serve no chunks; see `note_ports`
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    changes: ModelChanges = field(init=False, repr=False)  # updates, and other numbers of replicas
 
     def __post_init__(self) -> None:
         self.worker_group_id = self.worker_group_id or self.model_id
+        self.changes = ModelChanges(self.model_id, self.changed, self._note_change, self.count)
 
     def explain(self, note: str) -> None:
         """Note for people why the load is placed where it is; empty: for no reason of its own."""
@@ -260,53 +212,6 @@ class ModelRecord:
             others = sorted({hosts.get(peer.host, peer.host) for peer in new})
             with self._logged():
                 self.events.left_out(time.time(), nodes.get(node_id, node_id), others)
-
-    def members(self, others: Iterable[ModelRecord] = (), *, together: bool = False) -> Members:
-        """Return the nodes that may read chunks from each other; none where no node serves any.
-
-        Nodes of `others` lend their chunks if their load is of the same revision and older. So nodes of two loads never
-        wait for each other. Nodes of the model's own earlier attempts do so too, unless all begin `together`.
-        """
-        found = self._node_peers(together=together)
-        same = (
-            (other, tuple(node for node in other._node_peers() if node.peer and node.node_id not in self.nodes))
-            for other in others
-            if other.is_usable and other.created_s < self.created_s and self._has_chunks_of(other)
-        )
-        older = tuple(
-            # While ranks come or go the plan may not know all of them.
-            OlderLoad(
-                other.model_id,
-                other.peer_key,
-                nodes,
-                b"" if other.plan is None or other.beyond() else other.plan.shared,
-            )
-            for other, nodes in same
-            if nodes
-        )[:MOST_OLDER_LOADS]
-        return Members(found, self.peer_key, older) if older or any(node.peer for node in found) else Members()
-
-    def _node_peers(self, *, together: bool = False) -> tuple[NodePeer, ...]:
-        """Return the nodes that have ranks, and where they serve chunks. `together`: as one attempt."""
-        shares: dict[tuple[int, str], list[Placement]] = {}
-        for _, placement in sorted(self.placements.items()):
-            shares.setdefault((1 if together else placement.attempt, placement.node_id), []).append(placement)
-        node_ids = {node_id for _, node_id in shares}
-        weights = sending_weights({node_id: self.peer_rates.get(node_id, (0.0, 0.0)) for node_id in node_ids})
-        sends = {node_id: self.peers.get(node_id) for node_id in node_ids if weights[node_id]}
-        return tuple(
-            NodePeer(
-                node_id,
-                tuple(placement.rank for placement in placements),
-                sends.get(node_id),
-                attempt,
-                filled=not together and all(placement.report is not None for placement in placements),
-            )
-            for (attempt, node_id), placements in sorted(shares.items())
-        )
-
-    def _has_chunks_of(self, other: ModelRecord) -> bool:
-        return bool(self.revision) and (self.revision, self.request.uri) == (other.revision, other.request.uri)
 
     @property
     def nodes(self) -> dict[str, str]:
@@ -415,15 +320,26 @@ class ModelRecord:
         """Place these ranks; others stay where they are."""
         self.placements.update({placement.rank: placement for placement in placements})
 
-    def take_over(self, worker_group_id: str, group: Any, placements: Iterable[Placement]) -> None:
+    def take_over(self, worker_group_id: str, groups: tuple[Any, ...], placements: Iterable[Placement]) -> None:
         """Place the ranks in an idle worker group. Its workers keep their names, so the load goes by its id."""
-        self.worker_group_id, self.group = worker_group_id, group
+        self.worker_group_id, self.groups = worker_group_id, groups
         self.place(placements)
 
-    def set_group(self, group: Any) -> Any:
-        """Note the model's own placement group, or None. Return the one before."""
-        before, self.group = self.group, group
-        return before
+    def add_group(self, group: Any) -> None:
+        """Note a placement group of the model's own."""
+        self.groups = (*self.groups, group)
+
+    def drop_groups(self, *, unused_only: bool = False) -> tuple[Any, ...]:
+        """Forget the model's own placement groups, or those that no rank is in. Return them."""
+        bundles = [place.bundle for place in self.placements.values() if place.bundle is not None]
+        in_use = [group for group, _ in bundles] if unused_only else []
+        dropped = tuple(group for group in self.groups if group not in in_use)
+        self.groups = tuple(group for group in self.groups if group in in_use)
+        return dropped
+
+    def skip_incarnations(self, rank: int, until: int) -> None:
+        """Note that workers of a rank that the model does not have were named by incarnations below `until`."""
+        self.next_incarnations[rank] = max(until, self.next_incarnations.get(rank, 0))
 
     def begun_on(self, node_id: str, attempt: int) -> None:
         """The node's agent has received what this attempt brings to it."""
@@ -464,7 +380,7 @@ class ModelRecord:
 
     async def stop_task(self) -> None:
         """Cancel whoever leads the load, and an update of it; return when they have ended."""
-        await stopped(task for task in (self.updating, self.task) if task is not None)
+        await stopped(task for task in (self.changes.task, self.task) if task is not None)
 
     @property
     def is_found(self) -> bool:
@@ -513,139 +429,30 @@ class ModelRecord:
             if self.placements.get(placement.rank) is placement:
                 del self.placements[placement.rank]
                 self.host_bytes.pop(placement.rank, None)
-                self.next_incarnations[placement.rank] = placement.incarnation + 1
+                self.skip_incarnations(placement.rank, placement.incarnation + 1)
         self.begun = {(node_id, attempt) for node_id, attempt in self.begun if self.ranks_on(node_id, attempt)}
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_updating(self) -> bool:
-        """True while an update is under way."""
-        return self.updating is not None and not self.updating.done()
-
-    @property
-    def exchanges(self) -> bool:
-        """True while some rank may have the old revision, and the new one was decided."""
-        return self.is_updating and self.update is not None and self.update.decided
-
-    def lead_update(self, update_id: str, work: Coroutine[Any, Any, Changed], what: str = "update") -> None:
-        """Run the task that leads an update or changes the number of replicas. Its end is noted, however it comes.
-
-        `what`: for people.
-        """
-        self.updating_id, self.changing = update_id, what
-        self.update_bytes, self.update_total_bytes = {}, 0
-        self.updating = asyncio.get_running_loop().create_task(self._lead_update(update_id, work))
-
-    async def _lead_update(self, update_id: str, work: Coroutine[Any, Any, Changed]) -> None:
-        outcome: Changed | LongshoreError = LoadCancelled("the model was released", model=self.model_id)
-        try:
-            outcome = await work
-        except LongshoreError as error:
-            outcome = error
-        except Exception as error:  # a bug must not leave the client waiting
-            outcome = LongshoreError(f"{type(error).__name__} in the {self.changing}: {error}", model=self.model_id)
-        finally:
-            self.update_outcomes[update_id] = outcome
-            while len(self.update_outcomes) > KEPT_OUTCOMES:
-                del self.update_outcomes[next(iter(self.update_outcomes))]
-            self.updating, self.update_heard = None, None
-            failed = isinstance(outcome, LongshoreError)
-            if self.metrics is not None and self.changing == "update":
-                how = ("broken" if self.broken else "failed") if failed else "done"
-                changed_bytes = outcome.changed_bytes if isinstance(outcome, UpdateReport) else 0
-                self.metrics.updated(model_label(self.request.uri), how, changed_bytes)
-            await self.say_update(f"the {self.changing} failed: {outcome}" if failed else str(outcome), outcome)
-
-    def has_not_begun(self, update_id: str) -> bool:
-        """Return whether this update or change of replicas is still to begin."""
-        return update_id not in self.update_outcomes and update_id != self.updating_id
-
-    def doing(self) -> dict[str, str]:
-        """Return the details of the error of a second change."""
-        hint = "wait for its end; longshore status shows it"
-        return {"hint": hint, "model": self.model_id, "doing": self.update_text}
-
-    async def outcome_of(self, update_id: str, timeout_s: float) -> tuple[str, Changed | None, LongshoreError | None]:
-        """Return what an update or a change of replicas does, and its report or error once it has ended.
-
-        Waits up to `timeout_s` for the end.
-        """
-        async with self.changed:
-            with contextlib.suppress(TimeoutError):
-                over = self.changed.wait_for(lambda: update_id in self.update_outcomes)
-                await asyncio.wait_for(over, timeout_s)
-        outcome = self.update_outcomes.get(update_id)
-        if isinstance(outcome, LongshoreError):
-            return self.update_text, None, outcome
-        return self.update_text, outcome, None
-
-    async def say_update(self, text: str, outcome: Changed | LongshoreError | None = None) -> None:
-        """Note for people what the update or change of replicas does, or its outcome, and wake whoever waits."""
-        self.update_text = text
-        rank: int | None = None
-        details: dict[str, Any] = {}
-        if isinstance(outcome, UpdateReport):
-            details = {
-                "state": UpdatePhase.DONE.value,
-                "revision": outcome.revision,
-                "changed_bytes": outcome.changed_bytes,
-                "read_bytes": outcome.read_bytes,
-            }
-        elif isinstance(outcome, ScaleReport):
-            details = {"state": UpdatePhase.DONE.value, "store_bytes": outcome.store_bytes}
-        elif outcome is not None:
-            rank = outcome.details.get("rank")
-            details = {"state": UpdatePhase.FAILED.value, "error": type(outcome).__name__}
+    async def _note_change(self, text: str, outcome: Changed | LongshoreError | None) -> None:
+        """Note for people what an update or change of replicas does, or its outcome, and wake whoever waits."""
+        failed = isinstance(outcome, LongshoreError)
+        if outcome is not None and self.metrics is not None and self.changes.kind == UPDATE:
+            how = ("broken" if self.broken else "failed") if failed else "done"
+            changed_bytes = outcome.changed_bytes if isinstance(outcome, UpdateReport) else 0
+            self.metrics.updated(model_label(self.request.uri), how, changed_bytes)
+        rank = outcome.details.get("rank") if isinstance(outcome, LongshoreError) else None
         with self._logged():
-            self.events.add(time.time(), "update", text, rank=rank, **details)
+            self.events.add(time.time(), "update", text, rank=rank, **details_of(outcome))
         await self.touch(text if outcome is None else "")
-
-    def updating_now(self) -> UpdateProgress | None:
-        """Return the progress of the update that is under way; None if none is."""
-        if not self.is_updating or self.changing != "update":
-            return None
-        life = self.update_life if self.update is not None else None
-        steps = () if life is None else life.ranks
-        not_yet = (RankStep.OLD, RankStep.STAGED) if life is not None and life.decided else (RankStep.OLD,)
-        return UpdateProgress(
-            phase="planning" if life is None else life.phase.value,
-            ranks_done=sum(step not in not_yet for step in steps),
-            ranks_total=len(self.placements),
-            read_bytes=sum(self.update_bytes.values()),
-            total_bytes=self.update_total_bytes,
-        )
-
-    def reads_for_update(self, size_bytes: int) -> None:
-        """Note how many bytes all ranks read for the update."""
-        self.update_total_bytes = size_bytes
-
-    def has_read_for_update(self, rank: int, size_bytes: int) -> None:
-        """Note how many bytes a rank has read for the update."""
-        self.update_bytes[rank] = max(size_bytes, self.update_bytes.get(rank, 0))
-
-    def begin_update(self, update: SavedUpdate, life: UpdateLife, heard: Callable[[AgentBeat], None]) -> None:
-        """Note an update, before any rank is asked to read. `heard` takes the agents' heartbeats."""
-        self.update, self.update_life, self.update_heard = update, life, heard
-
-    def move_update(self, life: UpdateLife) -> None:
-        """Note the next moment of the update's life."""
-        self.update_life = life
-
-    def read_for_update(self) -> None:
-        """Note that the update reads nothing more."""
-        self.update_heard = None
-
-    def forget_update(self) -> None:
-        """No update is under way any more."""
-        self.update = None
 
     def adopt(self, update: SavedUpdate, plan: PackedPlan | None, stores: Iterable[StoreAccess]) -> None:
         """From now on the model is the update's new revision: whoever replaces a rank loads that.
 
         `plan`: None after a restart, then it is made when it is needed. `stores`: accesses that read the revision.
         """
-        self.update, self.broken = replace(update, decided=True), ""
+        self.changes.decided(update)
+        self.broken = ""
         self.request, self.revision, self.signed_by = update.request, update.revision, update.signed_by
         self.plan = self.shared = None
         if plan is not None:
@@ -660,7 +467,7 @@ class ModelRecord:
         for store in stores:
             self.proven(self.request.client_id, store)
 
-    def break_update(self, error: LongshoreError) -> None:
+    def break_contents(self, error: LongshoreError) -> None:
         """A streaming update failed: ranks have contents of two revisions."""
         self.broken = str(error)
 
@@ -766,7 +573,9 @@ class ModelRecord:
         life, model = self.life, model_label(self.request.uri)
         hosts = tuple(self.placements[rank].host if rank in self.placements else "" for rank in range(len(life.ranks)))
         error = type(self.error).__name__ if self.error is not None else ""
-        view = LoadView(self.model_id, model, life.state, life.ranks, hosts, self.total_bytes, error)
+        view = LoadView(
+            self.model_id, model, life.state, life.ranks, hosts, self.total_bytes, error, self.changes.state
+        )
         self.metrics.load(view, time.monotonic(), adopted=adopted)
 
     def is_at_hand(self, identity: str, revision: str) -> bool:
@@ -839,8 +648,8 @@ class ModelRecord:
             taken=what_was_taken(request.tried),
             ranks=tuple(self._rank_status(rank) for rank in range(len(self.life.ranks))),
             ended_age_s=time.monotonic() - self.ended_s if self.life.is_over else 0.0,
-            update=self.update_text,
-            updating=self.updating_now(),
+            update=self.changes.text,
+            updating=self.changes.progress(len(self.placements)),
         )
 
     def as_asked(self) -> LoadRequest:

@@ -44,7 +44,8 @@ from storage.errors import ArenaError, LongshoreError
 FACTS_S = 10.0  # an agent that is well answers at once
 GROUP_GRACE_S = 10.0  # resources that are free are given within seconds
 
-Place = tuple[str, str, tuple[PlacementGroup, int] | None]  # (node id, host, (group, bundle index))
+Bundle = tuple[PlacementGroup, int]  # (group, bundle index)
+Place = tuple[str, str, Bundle | None]  # (node id, host, bundle)
 
 
 def this_node() -> str:
@@ -179,10 +180,13 @@ async def _held_on(node_id: str, keys: Any) -> HeldChunks | str:
     return held
 
 
-async def group_ready(group: PlacementGroup, request: LoadRequest, holders: list[str]) -> None:
-    """Returns when the bundles have their GPUs, which are free as far as was seen. Raises NotEnoughResources."""
-    if not await asyncio.to_thread(group.wait, GROUP_GRACE_S):
-        sizes = bundle_sizes(group)
+async def groups_ready(groups: Sequence[PlacementGroup], holders: list[str]) -> None:
+    """Return when the bundles have their GPUs, which are free as far as was seen. Raises NotEnoughResources."""
+    give_up_s = time.monotonic() + GROUP_GRACE_S
+    for group in groups:
+        if await asyncio.to_thread(group.wait, max(0.0, give_up_s - time.monotonic())):
+            continue
+        sizes = [size for each in groups for size in bundle_sizes(each)]
         raise NotEnoughResources(
             f"{sum(sizes)} GPUs were not given within {GROUP_GRACE_S:.0f} s (asked for: {show_bundles(sizes)})",
             hint="release a model, or wait longer with wait_for_resources_s",
@@ -195,23 +199,43 @@ def bundle_sizes(group: PlacementGroup) -> list[int]:
     return [int(bundle["GPU"]) for bundle in group.bundle_specs]
 
 
-def is_placed(group: PlacementGroup) -> bool:
-    """Return whether Ray has reserved all bundles of the group."""
-    return bool(placement_group_table(group).get("state") == "CREATED")
+def are_placed(groups: Sequence[PlacementGroup]) -> bool:
+    """Return whether there are groups, and Ray has reserved all their bundles."""
+    return bool(groups) and all(placement_group_table(group).get("state") == "CREATED" for group in groups)
 
 
-def places_in_own_group(group: PlacementGroup, bundle_of_rank: Iterable[int]) -> list[Place]:
+def bundles_of_ranks(groups: Iterable[PlacementGroup], gpus_per_rank: int = 1) -> list[Bundle]:
+    """Return the bundle of each rank in groups that are our own, in the order of ranks."""
+    return [
+        (group, bundle)
+        for group in groups
+        for bundle, gpus in enumerate(bundle_sizes(group))
+        for _ in range(gpus // gpus_per_rank)
+    ]
+
+
+def places_of(bundles: Sequence[Bundle]) -> list[Place]:
     """Return the node of each rank's bundle."""
+    if not bundles:
+        return []
     hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in _ray_nodes()}
-    where = placement_group_table(group)["bundles_to_node_id"]
-    return [(where[bundle], hosts.get(where[bundle], ""), (group, bundle)) for bundle in bundle_of_rank]
+    where = {group: placement_group_table(group)["bundles_to_node_id"] for group in {group for group, _ in bundles}}
+    node_ids = [where[group][bundle] for group, bundle in bundles]
+    return [(node_id, hosts.get(node_id, ""), bundle) for node_id, bundle in zip(node_ids, bundles, strict=True)]
 
 
-def places_again(group: PlacementGroup, bundle_of_rank: dict[int, int]) -> dict[int, Place]:
-    """Return the new nodes of bundles whose node was lost. Ray moves these and leaves the others in place.
+def places_again(bundles: Mapping[int, Bundle]) -> dict[int, Place]:
+    """Return the new nodes of ranks' bundles whose node was lost. Ray moves these and leaves the others in place.
 
     Raises NotEnoughResources while it has not.
     """
+    found: dict[int, Place] = {}
+    for group in {group for group, _ in bundles.values()}:
+        found |= _places_again(group, {rank: bundle for rank, (of, bundle) in bundles.items() if of == group})
+    return found
+
+
+def _places_again(group: PlacementGroup, bundle_of_rank: dict[int, int]) -> dict[int, Place]:
     table, living = placement_group_table(group), living_nodes()
     where = table.get("bundles_to_node_id") or {}
     missing = sorted(rank for rank, bundle in bundle_of_rank.items() if where.get(bundle) not in living)
@@ -248,7 +272,7 @@ def places_in_group(group: PlacementGroup, request: LoadRequest) -> list[Place]:
             hint=f"give one bundle per rank, with {gpus} GPUs in each for device='cuda'",
             state="too small",
         )
-    return places_in_own_group(group, bundles[: request.world_size])
+    return places_of([(group, bundle) for bundle in bundles[: request.world_size]])
 
 
 def may_resolve(error: ClusterError) -> bool:

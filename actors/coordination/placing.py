@@ -1,9 +1,10 @@
 """Finds places for the ranks of a load, and for the ranks of a lost node again.
 
-First: an idle worker group of the same shape is taken over, workers and all. Otherwise the places come from Ray: a
-placement group for GPUs, plain affinity for CPU ranks. A load that may wait for GPUs leaves its group pending between
-two calls, because Ray's node autoscaler reacts to that. The group is removed when the load is over, or when places of
-another shape are found.
+First: an idle worker group of the same shape is taken over, workers and all. Otherwise the places come from Ray:
+placement groups for GPUs, plain affinity for CPU ranks. Ray makes no placement group smaller. So each replica has its
+own, which is given back when the replica goes. A load that may wait for GPUs leaves one group for all replicas pending
+between two calls: Ray's node autoscaler reacts to that, and two loads that each held a part of what both need would
+wait for each other. The groups are removed when the load is over, or when places of another shape are found.
 
 Again: `Relocation` moves ranks whose node is lost, and tells the agents.
 
@@ -19,6 +20,7 @@ the attempt and the incarnations of its workers any more.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,8 +31,7 @@ from actors.coordination import nodes, spawn
 from actors.coordination.fit import fit_on
 from actors.coordination.jobs import save
 from actors.coordination.model_record import ModelRecord, Placement
-from actors.coordination.nodes import NodeAgents
-from actors.coordination.planner import PlanSource
+from actors.coordination.run_parts import RunParts
 from actors.coordination.spawn import alongside, finished
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
@@ -45,6 +46,7 @@ from cluster.scheduling.topology import (
     assign_ranks,
     bundle_of_ranks,
     bundles_for,
+    bundles_of_replicas,
     bundles_to_wait_for,
     choose,
     lost_ranks,
@@ -70,8 +72,8 @@ async def take_placements(
         places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
         _place(record, places)
         return None
-    if record.group is not None and await asyncio.to_thread(nodes.is_placed, record.group):
-        await _place_in_group(record)
+    if await asyncio.to_thread(nodes.are_placed, record.groups):
+        await _place_in_groups(record)
         return None
     taken = _cpu_placements(others, worker_groups)
     infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
@@ -83,12 +85,12 @@ async def take_placements(
             raise
         there = [info.gpus_total for info in infos]
         sizes = [gpus] if gpus > 1 else bundles_to_wait_for(layout, there, config.gpus_per_node)
-        await _ask_for(record, sizes)
+        await _ask_for(record, [sizes])  # one group: loads that wait must not hold a part of what another waits for
         raise error.with_details(asked_of_ray=show_bundles(sizes)) from None
     if choice.take is not None:
         await _ask_for(record, [])
         worker_group = worker_groups.take(choice.take)
-        record.take_over(choice.take, worker_group.group, worker_group.placements)
+        record.take_over(choice.take, worker_group.groups, worker_group.placements)
         return worker_group.idle
     await finished(worker_groups.end(choice.end))
     free = list(choice.nodes)
@@ -107,15 +109,19 @@ async def take_placements(
         of_rank = (0,) if gpus > 1 else bundle_of_ranks(sizes)
         of_bundle = dict(zip(of_rank, (infos[index].node_id for index in assigned), strict=True)) if chosen else {}
         where = [of_bundle[bundle] for bundle in sorted(of_bundle)]
-        if not (where and await _have_group_there(record, sizes, where, holders)):
-            await _ask_for(record, sizes)
+        replicas = bundles_of_replicas(sizes, layout.one_replica) if gpus == 1 else [sizes]
+        has_groups = bool(where) and await _have_groups(record, replicas, where, holders)
+        if not has_groups and len(replicas) > 1 and not record.groups:
+            has_groups = await _have_groups(record, replicas, (), holders)
+        if not has_groups:
+            await _ask_for(record, [sizes])
             try:
-                await nodes.group_ready(record.group, request, holders)
+                await nodes.groups_ready(record.groups, holders)
             except Exception:
                 if not may_wait:
                     await _ask_for(record, [])
                 raise
-        await _place_in_group(record)
+        await _place_in_groups(record)
     else:
         _place(record, [(infos[index].node_id, infos[index].host, None) for index in assigned])
     return None
@@ -131,16 +137,15 @@ async def more_places(
 ) -> list[nodes.Place]:
     """Return places for the ranks that `layout` has more than the record's, by the rules of `take_placements`.
 
-    On GPUs bundles of the model's own placement group that were freed come first. The others are no part of a group.
+    On GPUs bundles of the model's own placement groups that were freed come first. The others are no part of a group.
 
     Raises NotEnoughResources naming who holds what.
     """
     request = record.request
     first = request.world_size
-    freed: list[nodes.Place] = []
-    if record.group is not None:
-        bundles = bundle_of_ranks(nodes.bundle_sizes(record.group))[first : layout.ranks]
-        freed = await asyncio.to_thread(nodes.places_in_own_group, record.group, bundles)
+    freed = await asyncio.to_thread(
+        lambda: nodes.places_of(nodes.bundles_of_ranks(record.groups)[first : layout.ranks])
+    )
     if len(freed) == layout.ranks - first:
         return freed
     models = [model for model in models if not model.life.is_over]
@@ -159,14 +164,16 @@ async def more_places(
             return [*freed, *((infos[index].node_id, infos[index].host, None) for index in assigned)]
 
 
-async def _have_group_there(
-    record: ModelRecord, sizes: Sequence[int], node_ids: Sequence[str], holders: list[str]
+async def _have_groups(
+    record: ModelRecord, sizes: Sequence[Sequence[int]], node_ids: Sequence[str], holders: list[str]
 ) -> bool:
-    """Get a placement group with its bundles on these nodes. Return False, and have none, when they are taken now."""
+    """Get placement groups, with their bundles on these nodes if any are given. Return False, and have none, when the
+    GPUs are taken now.
+    """
     await _ask_for(record, [])
     await _ask_for(record, sizes, node_ids)
     try:
-        await nodes.group_ready(record.group, record.request, holders)
+        await nodes.groups_ready(record.groups, holders)
     except NotEnoughResources:
         await _ask_for(record, [])
         record.explain("")
@@ -174,30 +181,37 @@ async def _have_group_there(
     return True
 
 
-async def _ask_for(record: ModelRecord, sizes: Sequence[int], node_ids: Sequence[str] = ()) -> None:
-    """Give the load a placement group with bundles of so many GPUs, or none. One that is like that stays.
+async def _ask_for(record: ModelRecord, sizes: Sequence[Sequence[int]], node_ids: Sequence[str] = ()) -> None:
+    """Give the load placement groups with bundles of so many GPUs, or none. If it has groups like that, they stay.
 
-    `node_ids`: of each bundle, where that matters.
+    `node_ids`: of each bundle of all groups, where that matters.
     """
-    if record.group is not None and nodes.bundle_sizes(record.group) != list(sizes):
-        await finished(asyncio.to_thread(spawn.remove_group, record.set_group(None)))
-    if record.group is None and sizes:
-        await finished(_create_group(record, list(sizes), node_ids))
+    if [nodes.bundle_sizes(group) for group in record.groups] != [list(each) for each in sizes]:
+        await finished(_remove_groups(record))
+    if not record.groups:
+        await finished(_create_groups(record, sizes, node_ids))
 
 
-async def _place_in_group(record: ModelRecord) -> None:
-    sizes = nodes.bundle_sizes(record.group)
-    bundles = (0,) if record.request.gpus_per_rank > 1 else bundle_of_ranks(sizes)
-    _place(record, await asyncio.to_thread(nodes.places_in_own_group, record.group, bundles))
+async def _place_in_groups(record: ModelRecord) -> None:
+    bundles = nodes.bundles_of_ranks(record.groups, record.request.gpus_per_rank)
+    _place(record, await asyncio.to_thread(nodes.places_of, bundles))
 
 
 def _place(record: ModelRecord, places: Sequence[nodes.Place]) -> None:
     record.place(Placement(rank, *place) for rank, place in enumerate(places))
 
 
-async def _create_group(record: ModelRecord, sizes: list[int], node_ids: Sequence[str]) -> None:
-    """Note the group at once: whoever ends the load removes it."""
-    record.set_group(await asyncio.to_thread(spawn.create_group, record.worker_group_id, sizes, node_ids))
+async def _create_groups(record: ModelRecord, sizes: Sequence[Sequence[int]], node_ids: Sequence[str]) -> None:
+    """Note each group at once: whoever ends the load removes it."""
+    where = iter(node_ids)
+    for number, each in enumerate(sizes):
+        there = list(itertools.islice(where, len(each)))
+        record.add_group(await asyncio.to_thread(spawn.create_group, record.worker_group_id, number, list(each), there))
+
+
+async def _remove_groups(record: ModelRecord) -> None:
+    for group in record.drop_groups():
+        await asyncio.to_thread(spawn.remove_group, group)
 
 
 def _cpu_placements(models: Iterable[ModelRecord], worker_groups: WorkerGroups) -> list[str]:
@@ -215,24 +229,9 @@ TRY_AGAIN_S = 0.5
 class Relocation:
     """Moves ranks of one model. `begin_on(node id)` sends an agent its share."""
 
-    def __init__(
-        self,
-        record: ModelRecord,
-        config: Config,
-        models: Mapping[str, ModelRecord],
-        admission: asyncio.Lock,
-        worker_groups: WorkerGroups,
-        agents: NodeAgents,
-        source: PlanSource,
-        begin_on: Callable[[str], Coroutine[Any, Any, None]],
-    ) -> None:
-        self._record = record
-        self._config = config
-        self._models = models
-        self._admission = admission
-        self._worker_groups = worker_groups
-        self._agents = agents
-        self._source = source
+    def __init__(self, parts: RunParts, begin_on: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        self._parts = parts
+        self._record = parts.record
         self._begin_on = begin_on
 
     async def is_needed(self, error: BaseException) -> bool:
@@ -243,7 +242,7 @@ class Relocation:
         if isinstance(cause, LongshoreError) and not isinstance(cause, ClusterLost):
             return False  # an agent that has answered; to ask it again could start one anew that was just ended
         try:
-            await self._agents.check_nodes()
+            await self._parts.agents.check_nodes()
         except NodeLost:
             return True
         except (ClusterLost, RayError, TimeoutError):
@@ -274,12 +273,12 @@ class Relocation:
 
     async def _place_again(self, lost: dict[int, str]) -> None:
         record, began_s = self._record, time.monotonic()
-        plan = await self._source.plan()
-        group = record.group or record.request.placement_group
+        plan = await self._parts.source.plan()
+        in_group = any(record.placements[rank].bundle is not None for rank in lost)
         # Ray puts bundles elsewhere by itself, but not at once.
-        wait_s = max(self._config.node_wait_s, nodes.GROUP_GRACE_S if group is not None else 0.0)
+        wait_s = max(self._parts.config.node_wait_s, nodes.GROUP_GRACE_S if in_group else 0.0)
         while True:
-            async with self._admission:
+            async with self._parts.admission:
                 try:
                     await self._take(await self._places(lost), plan)
                     return
@@ -297,17 +296,14 @@ class Relocation:
     async def _places(self, lost: dict[int, str]) -> dict[int, nodes.Place]:
         """Return a place for each of these ranks. Raises NotEnoughResources."""
         record = self._record
-        group = record.group or record.request.placement_group
-        found: dict[int, nodes.Place] = {}
-        if group is not None:
-            bundles = {rank: bundle[1] for rank in lost if (bundle := record.placements[rank].bundle) is not None}
-            found = await asyncio.to_thread(nodes.places_again, group, bundles)
+        bundles = {rank: bundle for rank in lost if (bundle := record.placements[rank].bundle) is not None}
+        found = await asyncio.to_thread(nodes.places_again, bundles)
         if len(found) == len(lost):
             return found
         while True:
-            models = [model for model in self._models.values() if not model.life.is_over]
-            taken = _cpu_placements(models, self._worker_groups)
-            infos = await asyncio.to_thread(nodes.cluster_nodes, taken, self._config.cpu_ranks_per_node)
+            models = [model for model in self._parts.models.values() if not model.life.is_over]
+            taken = _cpu_placements(models, self._parts.worker_groups)
+            infos = await asyncio.to_thread(nodes.cluster_nodes, taken, self._parts.config.cpu_ranks_per_node)
             try:
                 placements = place_again(
                     infos,
@@ -315,11 +311,11 @@ class Relocation:
                     [rank for rank in lost if rank not in found],
                     record.request.layout.tensor_parallel_size,
                     record.request.device,
-                    self._config.cpu_ranks_per_node,
+                    self._parts.config.cpu_ranks_per_node,
                 )
                 return {**found, **{rank: (node.node_id, node.host, None) for rank, node in placements.items()}}
             except NotEnoughResources:
-                if not await finished(self._worker_groups.end_all()):  # they never stand in a load's way
+                if not await finished(self._parts.worker_groups.end_all()):  # they never stand in a load's way
                     raise
 
     async def _take(self, places: dict[int, nodes.Place], plan: PackedPlan) -> None:
@@ -330,7 +326,9 @@ class Relocation:
             rank: Placement(rank, node_id, host, bundle, attempt, incarnation=record.placements[rank].incarnation + 1)
             for rank, (node_id, host, bundle) in places.items()
         }
-        misfit = await fit_on(record, placements, plan, self._agents, self._config, self._models.values())
+        misfit = await fit_on(
+            record, placements, plan, self._parts.agents, self._parts.config, self._parts.models.values()
+        )
         if misfit is not None:
             raise misfit
         gone: list[Any] = [record.placements[rank].worker for rank in placements]

@@ -3,7 +3,8 @@
     grow:    places beside the model's --> fit --> ranks join: they are begun on their nodes, and tended like all others
                  `--no room: nothing was touched     |--one cannot be filled: all that joined are removed, as before
                                                      `--all are ready: the layout has them from now on
-    shrink:  the layout is without the last replicas --> their running calls end --> workers end, agents forget them
+    shrink:  the layout is without the last replicas --> their running calls end --> workers end, their placement groups
+             are removed, agents forget them
 
 The layout in the record, which agents keep, is the decision. `remove_beyond` removes the placements beyond it, after a
 failure and when the coordinator was restarted. States of ranks that join are those of `Life.joining`.
@@ -14,19 +15,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from actors.coordination.fit import fit_on
 from actors.coordination.jobs import save
 from actors.coordination.model_record import ModelRecord, Placement
-from actors.coordination.nodes import NodeAgents
 from actors.coordination.placing import more_places
-from actors.coordination.planner import Planner, PlanSource
+from actors.coordination.run_parts import RunParts
 from actors.coordination.spawn import alongside, finished, settled
-from actors.coordination.worker_groups import WorkerGroups, end_workers
-from cluster.config import Config
-from cluster.errors import ScaleFailed, ScaleRefused
+from actors.coordination.worker_groups import end_workers
+from cluster.errors import ModelNotFound, ScaleFailed, ScaleRefused
 from cluster.joining.node_tasks import unwrapped
 from cluster.layouts.mesh import Layout
 from cluster.planning.packed_plan import PackedPlan
@@ -38,29 +37,12 @@ FORGET_S = 15.0  # for an agent to forget ranks that were removed
 
 
 class ScaleRun:
-    """Acts for one change of one model. `models` is the coordinator's table."""
+    """Acts for one change of one model."""
 
-    def __init__(
-        self,
-        record: ModelRecord,
-        planner: Planner,
-        config: Config,
-        models: Mapping[str, ModelRecord],
-        admission: asyncio.Lock,
-        worker_groups: WorkerGroups,
-        agents: NodeAgents,
-        source: PlanSource,
-        begin_on: Callable[[str], Coroutine[Any, Any, None]],
-    ) -> None:
+    def __init__(self, parts: RunParts, begin_on: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         """`begin_on(node)`: gives the node's agent the model's job as it is now (`LoadRun.begin_on`)."""
-        self._record = record
-        self._planner = planner
-        self._config = config
-        self._models = models
-        self._admission = admission
-        self._worker_groups = worker_groups
-        self._agents = agents
-        self._source = source
+        self._parts = parts
+        self._record = parts.record
         self._begin_on = begin_on
 
     async def run(self, data_parallel_size: int) -> ScaleReport:
@@ -72,7 +54,7 @@ class ScaleRun:
         report = ScaleReport(record.model_id, before.data_parallel_size, layout)
         if layout == before:
             return report
-        await record.say_update(f"the model gets {layout.data_parallel_size} replicas")
+        await record.changes.say(f"the model gets {layout.data_parallel_size} replicas")
         plan = await self._plan(layout)
         if layout.ranks > before.ranks:
             return await self._grow(layout, plan, begun_s)
@@ -81,12 +63,12 @@ class ScaleRun:
     async def _plan(self, layout: Layout) -> PackedPlan:
         """Return the plan with that layout, made of what the ranks hold: the store is not asked."""
         record = self._record
-        base = record.plan or record.outline or await self._source.plan()
+        base = record.plan or record.outline or await self._parts.source.plan()
         shared = base.shared
         if not shared:  # a restarted coordinator has no tables, and agents do
             node_id = next(iter(record.nodes))
-            shared = await self._agents.ask(node_id, lambda agent: agent.tables.remote(record.model_id))
-        ranks, shared = await self._planner.scaled(shared, layout)
+            shared = await self._parts.agents.ask(node_id, lambda agent: agent.tables.remote(record.model_id))
+        ranks, shared = await self._parts.planner.scaled(shared, layout)
         return base.with_ranks(ranks, shared)
 
     # -- more replicas -------------------------------------------------------------------------------------------------
@@ -137,14 +119,18 @@ class ScaleRun:
         """Place the further ranks, and let them join. Raises NotEnoughResources, DoesNotFit; nothing has changed."""
         record = self._record
         first, attempt = record.request.world_size, record.life.attempt + 1
-        async with self._admission:
-            found = await more_places(record, layout, plan, self._models.values(), self._worker_groups, self._config)
+        async with self._parts.admission:
+            found = await more_places(
+                record, layout, plan, self._parts.models.values(), self._parts.worker_groups, self._parts.config
+            )
             placements = [
                 Placement(rank, *place, attempt, incarnation=record.next_incarnations.get(rank, 0))
                 for rank, place in enumerate(found, first)
             ]
             by_rank = {placement.rank: placement for placement in placements}
-            misfit = await fit_on(record, by_rank, plan, self._agents, self._config, self._models.values())
+            misfit = await fit_on(
+                record, by_rank, plan, self._parts.agents, self._parts.config, self._parts.models.values()
+            )
             if misfit is not None:
                 raise misfit
             check_scalable(record)
@@ -177,11 +163,20 @@ class ScaleRun:
         model_id, found = self._record.model_id, dict[str, int]()
 
         async def report(node_id: str, attempt: int) -> NodeReport:
-            answer: NodeReport = await self._agents.ask(node_id, lambda agent: agent.report.remote(model_id, attempt))
+            answer: NodeReport = await self._parts.agents.ask(
+                node_id, lambda agent: agent.report.remote(model_id, attempt)
+            )
             return answer
 
+        async def report_again(node_id: str, attempt: int) -> NodeReport:
+            try:
+                return await report(node_id, attempt)
+            except ModelNotFound:  # the agent was restarted just now; its ranks have all that they need
+                await self._begin_on(node_id)
+                return await report(node_id, attempt)
+
         shares = sorted({(placement.node_id, placement.attempt) for placement in placements})
-        for answer in await asyncio.gather(*(report(*share) for share in shares)):
+        for answer in await asyncio.gather(*(report_again(*share) for share in shares)):
             for source, size_bytes in answer.bytes_by_source.items():
                 found[source] = found.get(source, 0) + size_bytes
         return found
@@ -223,7 +218,7 @@ class ScaleRun:
 
         Raises TimeoutError when the process hangs.
         """
-        worker, patience_s = placement.worker, self._config.stuck_after_s
+        worker, patience_s = placement.worker, self._parts.config.stuck_after_s
         if worker is None:
             return
         fence = uuid.uuid4().hex
@@ -241,13 +236,15 @@ class ScaleRun:
         await ended
 
     async def remove_beyond(self) -> None:
-        """End the workers of all ranks that are not the layout's, and let their agents forget them."""
+        """End the workers of all ranks that are not the layout's, give GPUs back, and let agents forget the ranks."""
         record = self._record
         removed = record.beyond()
+        if removed:
+            await end_workers([placement for placement in removed if placement.worker is not None])
+            record.remove(removed)
+        await self._parts.worker_groups.give_back(record.drop_groups(unused_only=True))
         if not removed:
             return
-        await end_workers([placement for placement in removed if placement.worker is not None])
-        record.remove(removed)
         await settled(
             asyncio.wait_for(self._forget(*share), FORGET_S)
             for share in sorted({(placement.node_id, placement.attempt) for placement in removed})
@@ -262,9 +259,9 @@ class ScaleRun:
                 record.use_plan(await self._plan(record.request.layout))
             await self._begin_on(node_id)  # its job has the other ranks only
         elif node_id in record.nodes:
-            await self._agents.ask(node_id, lambda agent: agent.end.remote(record.model_id, attempt))
+            await self._parts.agents.ask(node_id, lambda agent: agent.end.remote(record.model_id, attempt))
         else:
-            await self._agents.ask(node_id, lambda agent: agent.end.remote(record.model_id))
+            await self._parts.agents.ask(node_id, lambda agent: agent.end.remote(record.model_id))
 
 
 def check_scalable(record: ModelRecord) -> None:

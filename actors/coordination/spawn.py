@@ -38,6 +38,7 @@ from actors.links import (
     agent_name,
     group_name,
     group_of_worker,
+    worker_group_of,
     worker_name,
 )
 from cluster.config import Config
@@ -253,15 +254,17 @@ def find_workers(worker_group_id: str) -> dict[int, tuple[int, Any]]:
     return found
 
 
-def create_group(worker_group_id: str, gpus_per_bundle: list[int], node_ids: Sequence[str] = ()) -> PlacementGroup:
-    """Create a placement group with one bundle for each rank, of this many GPUs each.
+def create_group(
+    worker_group_id: str, number: int, gpus_per_bundle: list[int], node_ids: Sequence[str] = ()
+) -> PlacementGroup:
+    """Create a worker group's placement group of that number, with bundles of this many GPUs each.
 
     `node_ids`: the node of each bundle; without them Ray chooses.
     """
     group: PlacementGroup = placement_group(
         [{"GPU": float(gpus)} for gpus in gpus_per_bundle],
         strategy="PACK",
-        name=group_name(worker_group_id),
+        name=group_name(worker_group_id, number),
         lifetime="detached",
         bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in node_ids] or None,
     )
@@ -352,11 +355,10 @@ def _workers() -> dict[str, tuple[str, str]]:
 
 def _groups() -> dict[str, tuple[str, str]]:
     """Group name -> (worker group id, Ray's id of the group)."""
-    prefix = group_name("")
     return {
-        table["name"]: (table["name"].removeprefix(prefix), group_id)
+        table["name"]: (worker_group_id, group_id)
         for group_id, table in placement_group_table().items()
-        if table["name"].startswith(prefix) and table["state"] != "REMOVED"
+        if (worker_group_id := worker_group_of(table["name"])) is not None and table["state"] != "REMOVED"
     }
 
 

@@ -21,12 +21,13 @@ from typing import Any
 
 from actors.coordination import nodes, spawn
 from actors.coordination.fit import claims_of
-from actors.coordination.jobs import save, slots_taken, update_job, update_jobs
-from actors.coordination.model_record import ModelRecord, Placement, SavedUpdate, stopped
-from actors.coordination.nodes import ACTOR_GONE, NodeAgents
-from actors.coordination.planner import Planner, in_message
+from actors.coordination.jobs import members_of, save, slots_taken, update_job, update_jobs
+from actors.coordination.model_changes import SavedUpdate
+from actors.coordination.model_record import ModelRecord, Placement, stopped
+from actors.coordination.nodes import ACTOR_GONE
+from actors.coordination.planner import in_message
+from actors.coordination.run_parts import RunParts
 from actors.coordination.spawn import alongside, finished, settled
-from cluster.config import Config
 from cluster.errors import ModelBroken, UpdateFailed, UpdateRefused
 from cluster.fit.needs import check_update_fit
 from cluster.joining.node_tasks import unwrapped
@@ -43,23 +44,12 @@ SLOTS_AGAIN_S = 0.2
 
 
 class UpdateRun:
-    """Acts for one update of one model. `models` is the coordinator's table."""
+    """Acts for one update of one model."""
 
-    def __init__(
-        self,
-        record: ModelRecord,
-        planner: Planner,
-        config: Config,
-        models: Mapping[str, ModelRecord],
-        agents: NodeAgents,
-        begin_on: Callable[[str], Awaitable[None]],
-    ) -> None:
+    def __init__(self, parts: RunParts, begin_on: Callable[[str], Awaitable[None]]) -> None:
         """`begin_on(node)`: gives the node's agent the model's job as it is now (`LoadRun.begin_on`)."""
-        self._record = record
-        self._planner = planner
-        self._config = config
-        self._models = models
-        self._agents = agents
+        self._parts = parts
+        self._record = parts.record
         self._begin_on = begin_on
         self._jobs: list[tuple[str, NodeJob]] = []  # that agents have begun
         self._tables: tuple[Any, Any] = b"", b""  # members and tables, as they are sent
@@ -73,21 +63,21 @@ class UpdateRun:
         """Carry out the update. Raises its error; the model is as before then, unless it was streamed into."""
         record, begun_s = self._record, time.monotonic()
         self._check_ready()
-        await record.say_update("an update is planned")
+        await record.changes.say("an update is planned")
         target = asked.target(record.request)
-        update = await self._planner.update(target, await self._old_tables(), all_changed=bool(record.broken))
+        update = await self._parts.planner.update(target, await self._old_tables(), all_changed=bool(record.broken))
         pinned = update.plan.revision if record.request.revision else ""
         target = replace(target, revision=pinned)
         saved = SavedUpdate(
             asked.update_id, target, record.revision, update.plan.revision, update.plan.signed_by, asked.streaming
         )
         planned_s = time.monotonic()
-        record.reads_for_update(sum(each.read_bytes for each in update.ranks))
+        record.changes.reads(sum(each.read_bytes for each in update.ranks))
         host_bytes = await self._room(update, asked.streaming)
         self._check_ready()  # nothing is awaited from here until the update is noted
         self._incarnations = _incarnations(record)
         base = "" if record.broken else saved.base
-        record.begin_update(saved, UpdateLife.new(len(record.placements), streaming=saved.streaming), self._heard)
+        record.changes.begin(saved, UpdateLife.new(len(record.placements), streaming=saved.streaming), self._heard)
         try:
             await save(record)
             await self._begin(update, host_bytes)
@@ -135,13 +125,13 @@ class UpdateRun:
         The model's workers have been found. Returns at once; the rest is done beside the tending of ranks.
         """
         record = self._record
-        saved = record.update
+        saved = record.changes.update
         if saved is None:
             return
         found = [place.assignment for place in record.placements.values() if place.assignment is not None]
         revisions = [each.revision for each in found] if saved.revision != saved.base else []
         if not is_decided(saved.decided, saved.revision, revisions):
-            record.lead_update(saved.update_id, self._drop(saved))
+            record.changes.lead(saved.update_id, self._drop(saved))
             return
         if record.revision != saved.revision or not saved.decided:
             record.adopt(saved, None, [])
@@ -150,13 +140,13 @@ class UpdateRun:
         for store in stores[:1]:
             record.proven(record.request.client_id, store)
         life = UpdateLife(UpdatePhase.EXCHANGING, (RankStep.STAGED,) * len(record.placements))
-        record.begin_update(record.update or saved, life, lambda beat: None)
+        record.changes.begin(record.changes.update or saved, life, lambda beat: None)
         self._incarnations = _incarnations(record)
-        record.lead_update(saved.update_id, self._finish(saved))
+        record.changes.lead(saved.update_id, self._finish(saved))
 
     async def _finish(self, saved: SavedUpdate) -> UpdateReport:
         record, begun_s = self._record, time.monotonic()
-        await record.say_update("the coordinator was restarted, and goes on with the exchange of an update")
+        await record.changes.say("the coordinator was restarted, and goes on with the exchange of an update")
         await save(record)
         await self._exchange()
         seconds = time.monotonic() - begun_s
@@ -186,9 +176,9 @@ class UpdateRun:
             raise UpdateFailed("a rank was lost while the update was staged", model=record.model_id)
 
     def _decide(self) -> None:
-        life = self._record.update_life
+        life = self._record.changes.life
         if life is not None:
-            self._record.move_update(life.decide())
+            self._record.changes.move(life.decide())
 
     async def _old_tables(self) -> bytes:
         """Return the tables of what the ranks hold. Agents have them where a restarted coordinator has not."""
@@ -196,24 +186,24 @@ class UpdateRun:
         if record.plan is not None:
             return record.plan.shared
         node_id = next(iter(record.nodes))
-        tables: bytes = await self._agents.ask(node_id, lambda agent: agent.tables.remote(record.model_id))
+        tables: bytes = await self._parts.agents.ask(node_id, lambda agent: agent.tables.remote(record.model_id))
         return tables
 
     async def _room(self, update: PackedUpdate, streaming: bool) -> dict[int, int]:
         """Return the host memory that each rank takes that has something to read. Raises DoesNotFit."""
         record = self._record
         order = sorted(record.nodes)
-        facts = await nodes.facts_of(order, self._agents.ask)
+        facts = await nodes.facts_of(order, self._parts.agents.ask)
         reads = [rank for rank, each in enumerate(update.ranks) if each.read_bytes]
         ranks = {rank: update.ranks[rank] for rank in reads}
         misfit = check_update_fit(
             ranks,
             {rank: order.index(record.placements[rank].node_id) for rank in reads},
             [facts[node_id] for node_id in order],
-            self._config,
+            self._parts.config,
             record.request.device,
             streaming=streaming,
-            claims=claims_of(self._models.values(), record),
+            claims=claims_of(self._parts.models.values(), record),
         )
         if misfit is not None:
             raise misfit
@@ -225,22 +215,22 @@ class UpdateRun:
     async def _begin(self, update: PackedUpdate, host_bytes: dict[int, int]) -> None:
         """Let the agents begin the load of what changed. Raises ArenaBusy when others keep the slots for too long."""
         record = self._record
-        if record.update is None or not host_bytes:
+        if record.changes.update is None or not host_bytes:
             return
-        members = await in_message(record.members(together=True).pack())
+        members = await in_message(members_of(record, together=True).pack())
         self._tables = members, await in_message(update.shared, apart=not isinstance(members, bytes))
-        jobs = update_jobs(record, record.update, host_bytes, self._config)
-        await record.say_update(
+        jobs = update_jobs(record, record.changes.update, host_bytes, self._parts.config)
+        await record.changes.say(
             f"an update is read: {update.changed_tensors} of {update.tensors} tensors, {update.changed_bytes} bytes"
         )
         await alongside(*(self._begin_job(node_id, job) for node_id, job in jobs))
 
     async def _begin_job(self, node_id: str, job: NodeJob) -> None:
         begun_s = time.monotonic()
-        while not await self._agents.ask(node_id, lambda agent: agent.begin.remote(job, *self._tables)):
+        while not await self._parts.agents.ask(node_id, lambda agent: agent.begin.remote(job, *self._tables)):
             waited_s = time.monotonic() - begun_s
-            if waited_s > self._config.slots_wait_s:
-                holders = await self._agents.ask(node_id, lambda agent: agent.slot_holders.remote())
+            if waited_s > self._parts.config.slots_wait_s:
+                holders = await self._parts.agents.ask(node_id, lambda agent: agent.slot_holders.remote())
                 raise slots_taken(job, self._record.nodes.get(node_id, ""), waited_s, holders)
             await asyncio.sleep(SLOTS_AGAIN_S)
         self._jobs.append((node_id, job))
@@ -254,8 +244,8 @@ class UpdateRun:
         known = {(load.load_id, load.attempt) for load in beat.loads}
         for rank in beat.ranks:
             if rank.load_id == load_id:
-                self._record.has_read_for_update(rank.rank, rank.placed_bytes)
-            if rank.load_id == load_id and not rank.done and rank.silent_s > self._config.stuck_after_s:
+                self._record.changes.has_read(rank.rank, rank.placed_bytes)
+            if rank.load_id == load_id and not rank.done and rank.silent_s > self._parts.config.stuck_after_s:
                 self._fail(UpdateFailed("a rank does not answer", rank=rank.rank, silent_s=round(rank.silent_s, 1)))
         missing = [job for job in here if job.part not in known]
         if missing and (beat.node_id not in self._again or self._again[beat.node_id].done()):
@@ -264,7 +254,7 @@ class UpdateRun:
 
     async def _begin_job_again(self, node_id: str, job: NodeJob) -> None:
         try:
-            await self._agents.ask(node_id, lambda agent: agent.begin.remote(job, *self._tables))
+            await self._parts.agents.ask(node_id, lambda agent: agent.begin.remote(job, *self._tables))
         except LongshoreError as error:
             self._fail(error)
 
@@ -290,7 +280,7 @@ class UpdateRun:
 
     @property
     def _is_streaming(self) -> bool:
-        return self._record.update is not None and self._record.update.streaming
+        return self._record.changes.update is not None and self._record.changes.update.streaming
 
     async def _watch(self) -> None:
         await self._alarmed.wait()
@@ -298,14 +288,14 @@ class UpdateRun:
 
     async def _read_rank(self, placement: Placement, update: PackedUpdate, base: str) -> None:
         record, worker = self._record, placement.worker
-        if record.update is None or record.update_life is None:
+        if record.changes.update is None or record.changes.life is None:
             return
-        update_id = record.update.update_id
-        job = update_job(record, placement, record.update, base, self._config)
+        update_id = record.changes.update.update_id
+        job = update_job(record, placement, record.changes.update, base, self._parts.config)
         shared = self._tables[1] if update.ranks[placement.rank].read_bytes else b""
         try:
             asked = worker.stage_update.options(concurrency_group="control").remote(job, shared)
-            await asyncio.wait_for(asked, self._config.stuck_after_s)
+            await asyncio.wait_for(asked, self._parts.config.stuck_after_s)
             await worker.update_outcome.options(concurrency_group="wait").remote(record.model_id, update_id)
         except ACTOR_GONE as error:
             if self._is_streaming:
@@ -314,17 +304,17 @@ class UpdateRun:
                 f"rank {placement.rank} died while it staged the update", rank=placement.rank, host=placement.host
             ) from error
         if not self._is_streaming:
-            record.move_update(record.update_life.staged(placement.rank))
-            steps = record.update_life.ranks
+            record.changes.move(record.changes.life.staged(placement.rank))
+            steps = record.changes.life.ranks
             count = sum(step is RankStep.STAGED for step in steps)
-            await record.say_update(f"an update is staged on {count} of {len(steps)} ranks")
+            await record.changes.say(f"an update is staged on {count} of {len(steps)} ranks")
 
     async def _take_reports(self) -> None:
         """Add up where the agents had the bytes from. One that does not answer adds nothing."""
         load_ids = {node_id: job.load_id for node_id, job in self._jobs}
 
         async def report(node_id: str, load_id: str) -> NodeReport:
-            answer: NodeReport = await self._agents.ask(node_id, lambda agent: agent.report.remote(load_id))
+            answer: NodeReport = await self._parts.agents.ask(node_id, lambda agent: agent.report.remote(load_id))
             return answer
 
         asked = (report(node_id, load_id) for node_id, load_id in load_ids.items())
@@ -335,7 +325,7 @@ class UpdateRun:
 
     async def _end_reading(self) -> None:
         """End the load of what changed at the agents."""
-        self._record.read_for_update()
+        self._record.changes.reads_no_more()
         await finished(stopped(self._again.values()))
         load_ids = {node_id: job.load_id for node_id, job in self._jobs}
         await self._end_at(load_ids)
@@ -343,7 +333,8 @@ class UpdateRun:
     async def _end_at(self, load_ids: Mapping[str, str]) -> None:
         async def end(node_id: str, load_id: str) -> None:
             await asyncio.wait_for(
-                self._agents.ask(node_id, lambda agent: agent.end.remote(load_id)), self._config.stuck_after_s
+                self._parts.agents.ask(node_id, lambda agent: agent.end.remote(load_id)),
+                self._parts.config.stuck_after_s,
             )
 
         await settled(end(node_id, load_id) for node_id, load_id in load_ids.items())
@@ -351,16 +342,16 @@ class UpdateRun:
     async def _failed(self, saved: SavedUpdate, error: LongshoreError) -> LongshoreError:
         """Drop what was staged, and return the update's error. A streamed model is broken from now on."""
         record = self._record
-        if record.update_life is not None:
-            record.move_update(record.update_life.failed())
-        decided = record.update is not None and record.update.decided
-        record.read_for_update()
+        if record.changes.life is not None:
+            record.changes.move(record.changes.life.failed())
+        decided = record.changes.update is not None and record.changes.update.decided
+        record.changes.reads_no_more()
         await settled([self._drop_on_ranks(saved.update_id)])
         await finished(stopped(self._again.values()))
         await self._end_at(dict.fromkeys(record.nodes, saved.load_id))
-        record.forget_update()
+        record.changes.forget()
         if decided:
-            record.break_update(error)
+            record.break_contents(error)
             await save(record)
             return ModelBroken(
                 f"a streaming update failed, and ranks have contents of two revisions: {error}",
@@ -392,13 +383,13 @@ class UpdateRun:
     async def _exchange(self) -> None:
         """Return when every rank has the new revision, by its exchange or by a load of its replacement."""
         record = self._record
-        if record.update is None or record.update_life is None:
+        if record.changes.update is None or record.changes.life is None:
             return
         if not self._is_streaming:
-            await record.say_update("every rank has staged the update; contents are exchanged")
+            await record.changes.say("every rank has staged the update; contents are exchanged")
         agents = asyncio.ensure_future(settled(self._begin_on(node_id) for node_id in record.nodes))
         try:
-            saved = record.update
+            saved = record.changes.update
             await alongside(*(self._exchange_rank(placement, saved) for placement in record.placements.values()))
             await agents
             async with record.changed:
@@ -407,7 +398,7 @@ class UpdateRun:
             await finished(stopped([agents]))
         if record.error is not None:
             raise record.error
-        record.forget_update()
+        record.changes.forget()
         await save(record)
 
     async def _exchange_rank(self, placement: Placement, saved: SavedUpdate) -> None:
@@ -425,9 +416,9 @@ class UpdateRun:
                 pass
             except Exception:
                 await asyncio.to_thread(spawn.end_actor, worker)
-        life = record.update_life
+        life = record.changes.life
         if life is not None:
-            record.move_update(life.exchanged(rank) if exchanged else life.lost(rank))
+            record.changes.move(life.exchanged(rank) if exchanged else life.lost(rank))
         if same and not exchanged:  # else it was replaced before
             await self._wait_replaced(placement, worker)
 
@@ -438,7 +429,7 @@ class UpdateRun:
             await record.changed.wait_for(lambda: placement.worker is not worker or record.life.is_over)
 
     def _steps(self) -> tuple[str, ...]:
-        life = self._record.update_life
+        life = self._record.changes.life
         return () if life is None else tuple(step.value for step in life.ranks)
 
 

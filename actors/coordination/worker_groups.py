@@ -1,7 +1,7 @@
 """Ends a model's workers, or keeps them as an idle *worker group* for the next load of their shape.
 
     part(record, keep) -- recycle every worker --> agents forget the load --> idle group, for Config.warm_workers_s
-                       `- or one cannot be recycled, or nothing is to be kept --> killed, placement group removed
+                       `- or one cannot be recycled, or nothing is to be kept --> killed, placement groups removed
     take(worker_group_id)      --> the next load's placements (`actors.coordination.load_run`)
 
 `cluster.scheduling.topology` decides which group is taken or ended for whom. A group that loses a worker ends
@@ -37,7 +37,7 @@ class WorkerGroup:
 
     idle: IdleWorkerGroup
     placements: tuple[Placement, ...]  # by rank
-    group: Any  # our own placement group, or None
+    groups: tuple[Any, ...]  # our own placement groups
     minder: asyncio.Task[None] | None = None
 
 
@@ -99,18 +99,17 @@ class WorkerGroups:
                 return
             if kept is not None:  # an agent may still hand the load's record to a coordinator that lost its own
                 await end_workers(placements)
-            if record.group is not None:
-                await self._give_back(record.group, len(record.placements) * record.request.gpus_per_rank)
+            await self.give_back(record.groups)
         finally:
             self._parting.discard(record.worker_group_id)
 
     def _may_keep(self, record: ModelRecord, placements: Sequence[Placement]) -> bool:
         """Places in the user's own placement group are the user's to free. Workers with several GPUs fit few loads. A
-        model with fewer replicas than at first has GPUs in its group that no load of its shape would use.
+        model with fewer replicas than at first may have GPUs in a group that no load of its shape would use.
         """
         if record.request.gpus_per_rank > 1:
             return False
-        if record.group is not None and sum(nodes.bundle_sizes(record.group)) > len(placements):
+        if len(nodes.bundles_of_ranks(record.groups)) > len(placements):
             return False
         return (
             bool(self._keep_s)
@@ -153,7 +152,7 @@ class WorkerGroups:
             )
             for placement in placements
         )
-        worker_group = WorkerGroup(idle, fresh, record.group)
+        worker_group = WorkerGroup(idle, fresh, record.groups)
         self._idle[idle.worker_group_id] = worker_group
         worker_group.minder = asyncio.get_running_loop().create_task(self._mind(worker_group))
 
@@ -200,12 +199,14 @@ class WorkerGroups:
 
     async def _end_worker_group(self, worker_group: WorkerGroup) -> None:
         await _end_actors(placement.worker for placement in worker_group.placements)
-        if worker_group.group is not None:
-            await self._give_back(worker_group.group, len(worker_group.placements))
+        await self.give_back(worker_group.groups)
 
-    async def _give_back(self, group: Any, gpus: int) -> None:
-        await asyncio.to_thread(spawn.remove_group, group)
-        self._given_back.append((time.monotonic(), gpus))
+    async def give_back(self, groups: Iterable[Any]) -> None:
+        """Remove these placement groups, whose workers have ended."""
+        for group in groups:
+            gpus = sum(await asyncio.to_thread(nodes.bundle_sizes, group))
+            await asyncio.to_thread(spawn.remove_group, group)
+            self._given_back.append((time.monotonic(), gpus))
 
     def may_free(self, gpus: int) -> bool:
         """Return whether so many GPUs were given back so lately that Ray may not count them as free yet."""

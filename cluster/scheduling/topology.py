@@ -161,6 +161,16 @@ def bundle_of_ranks(bundles: Sequence[int]) -> tuple[int, ...]:
     return tuple(index for index, gpus in enumerate(bundles) for _ in range(gpus))
 
 
+def bundles_of_replicas(bundles: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the bundles of each replica, which has so many ranks. No bundle has ranks of two replicas."""
+    found: list[list[int]] = [[]]
+    for gpus in bundles:
+        if sum(found[-1]) == ranks:
+            found.append([])
+        found[-1].append(gpus)
+    return found
+
+
 def places_free(node: NodeInfo, device: str, cpu_ranks_per_node: int) -> int:
     """Return how many ranks the node can take now."""
     if not node.alive:

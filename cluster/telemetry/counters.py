@@ -47,6 +47,7 @@ class LoadView:
     hosts: tuple[str, ...]  # of each rank; "" before it has a place
     size_bytes: int  # 0 until planned
     error: str = ""  # type of what it failed with
+    change: str = ""  # state of its update or change of replicas that runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +403,8 @@ def _of_loads(loads: Iterable[LoadNow], now_s: float) -> Iterator[tuple[Key, flo
         yield (metrics.LOADS, (model, state.value)), 1
         if state.is_terminal:
             continue
+        if load.view.change:
+            yield (metrics.CHANGES, (model, load.view.change)), 1
         yield (metrics.MODEL_SIZE, (model,)), load.view.size_bytes
         yield (metrics.MODEL_PLACED, (model,)), 0  # heartbeats have the rest
         if state in UNDER_WAY:

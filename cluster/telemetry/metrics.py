@@ -131,6 +131,12 @@ LOAD_STATE_DURATION = _family(
     "state",
     "How long loads stayed in a state that is not the last: planning, waiting, starting, loading, degraded.",
 )
+CHANGES = _gauge(
+    "changes",
+    "model state",
+    "Changes of resident models that run, by state: planning, staging, streaming, exchanging (updates in place), "
+    "scaling (changes of the number of replicas).",
+)
 UPDATES_FINISHED = _counter(
     "updates_finished",
     "model outcome",

@@ -172,6 +172,24 @@ ROWS: dict[str, list[Any]] = {
             (f"sum by (node) (longshore_rank_allowed_requests{{{PICK}}})", "{{node}}, allowed"),
         ),
     ],
+    "Updates and replicas": [
+        series(
+            "Changes of resident models that run, by state",
+            "short",
+            ('sum by (model, state) (longshore_changes{model=~"$model"})', "{{model}}: {{state}}"),
+            span=12,
+            help_="Updates in place are planning, staging, streaming or exchanging; changes of replicas are scaling.",
+        ),
+        series(
+            "Updates that ended, in 10 minutes",
+            "short",
+            (
+                'sum by (model, outcome) (increase(longshore_updates_finished_total{model=~"$model"}[10m]))',
+                "{{model}}: {{outcome}}",
+            ),
+            span=12,
+        ),
+    ],
     "Saves": [
         series(
             "In the store, of what is saved",

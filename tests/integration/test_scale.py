@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +11,16 @@ from typing import Any
 import pytest
 
 import cluster
+from actors.coordination.model_record import ModelRecord
+from actors.coordination.placing import take_placements
+from actors.coordination.worker_groups import WorkerGroups
 from actors.links import COORDINATOR
 from actors.node.peer_exchange import BEGIN_PATIENCE_S
+from cluster.config import Config
+from cluster.options import LoadOptions
+from cluster.request import make_request
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life
 from tests.support.changed_models import changed_copy
 from tests.support.counting_proxy import CountingProxy
 from tests.support.gated_proxy import GatedProxy
@@ -194,6 +203,22 @@ def test_the_coordinator_killed_while_replicas_come(
 
 
 @SMALL
+def test_a_copy_of_a_rank_that_is_removed_says_so(
+    longshore: Longshore, llama: StoredModel, proxy: GatedProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.model, "BATCH_BYTES", 100_000)
+    with loaded(proxy, llama) as model:
+        model.scale(2)
+        copies, whole = model.iter_tensors(1), model.iter_tensors(0)
+        next(copies), next(whole)
+        model.scale(1)
+        with pytest.raises(cluster.RankRemoved, match="rank 1 went with its replica"):
+            list(copies)
+        assert list(whole)
+    longshore.assert_nothing_left()
+
+
+@SMALL
 def test_the_example_of_the_page_and_the_command_line(longshore: Longshore, llama: StoredModel) -> None:
     from cluster.command_line.cli import main
 
@@ -209,6 +234,43 @@ def test_the_example_of_the_page_and_the_command_line(longshore: Longshore, llam
     assert str(model.scale(1)) == f"{model.model_id} has 1 replica, as before"
     model.release()
     longshore.assert_nothing_left()
+
+
+def test_gpus_of_a_replica_that_goes_are_free_at_once(connected: Longshore) -> None:
+    """The nodes have GPUs by name only. So the steps of a coordinator are taken here, without workers."""
+    import ray
+
+    def free_gpus() -> float:
+        return float(ray.available_resources().get("GPU", 0.0))
+
+    def model(replicas: int) -> ModelRecord:
+        request = make_request(LoadOptions("/m", device="cuda", data_parallel_size=replicas))
+        return ModelRecord(f"m-{replicas}", request, Life.new(replicas), Holders())
+
+    async def run() -> None:
+        groups, record = WorkerGroups(0.0), model(2)
+        await take_placements(record, [], groups, Config(), may_wait=False)
+        try:
+            assert len(record.groups) == len(connected.placement_groups()) == 2
+            before = eventually(lambda: free_gpus() == total - 2 and free_gpus(), "two GPUs are not taken")
+            record.remove([record.placements[1]])
+            await groups.give_back(record.drop_groups(unused_only=True))
+            eventually(lambda: free_gpus() == before + 1, lambda: f"{free_gpus()} of {total} GPUs are free")
+            assert record.placements[0].bundle == (record.groups[0], 0)
+            waits = model(int(total))
+            with pytest.raises(cluster.NotEnoughResources):
+                await take_placements(waits, [record], groups, Config(), may_wait=True)
+            assert len(waits.groups) == 1  # it holds nothing as long as it lacks one GPU
+            assert free_gpus() == before + 1
+            await groups.give_back(waits.drop_groups())
+        finally:
+            await groups.give_back(record.drop_groups())
+        eventually(lambda: free_gpus() == total, lambda: f"{free_gpus()} of {total} GPUs are free")
+
+    connected.end_longshore()  # a coordinator would take the groups for orphans
+    total = free_gpus()
+    asyncio.run(run())
+    connected.assert_nothing_left()
 
 
 def test_ranks_that_others_place_are_refused(longshore: Longshore, llama: StoredModel) -> None:

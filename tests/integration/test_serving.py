@@ -15,9 +15,10 @@ import httpx2 as httpx
 from cluster.config import Config
 from serving.service import Service
 from serving.settings import ServingSettings, digest_of
+from tests.support.changed_models import changed_copy
 from tests.support.http_servers import http_server
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore, eventually
-from tests.support.stored_models import StoredModel
+from tests.support.stored_models import StoredModel, publish_to
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +94,42 @@ def test_a_model_is_loaded_watched_and_freed(api: httpx.Client, readable: dict[s
     assert (freed.status_code, freed.json()) == (200, {"model_id": model_id, "freed": True, "holders": 0})
     assert eventually(lambda: state_of(api, model_id) == "released", "it is not freed")
     assert frames(api, f"/v1/loads/{model_id}/events")[-1]["data"]["state"] == "released"
+
+
+@pytest.fixture(scope="module")
+def next_llama(llama: StoredModel, tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+    folder = changed_copy(llama.folder, tmp_path_factory.mktemp("next") / "llama", flip=3)
+    return publish_to(llama.server, folder, "llama-over-http")
+
+
+def test_a_model_is_updated_and_scaled(
+    api: httpx.Client, readable: dict[str, Any], llama: StoredModel, next_llama: StoredModel
+) -> None:
+    model_id = api.post("/v1/models:load", json=readable).json()["model_id"]
+    frames(api, f"/v1/loads/{model_id}/events", until="ready")
+    path = f"/v1/models/{model_id}"
+    for anonymous in (httpx.post(f"{api.base_url}{path}:{verb}", json={}) for verb in ("update", "scale")):
+        assert anonymous.status_code == 401
+
+    updated = api.post(f"{path}:update?wait_s=60", json={"uri": next_llama.uri})
+    assert updated.status_code == 200, updated.text
+    report = updated.json()["report"]
+    assert report["ranks"] == ["exchanged"]
+    assert api.get(path).json()["revision"] == report["revision"] != report["old_revision"]
+    refused = api.post(f"{path}:update", json={"uri": next_llama.uri, "revision": "0" * 64})
+    assert (refused.status_code, refused.json()["type"]) == (422, "urn:longshore:problem:RevisionMismatch")
+
+    begun = api.post(f"{path}:scale?wait_s=0", json={"data_parallel_size": 2})
+    assert (begun.status_code, begun.json()["done"]) == (202, False)
+    assert eventually(
+        lambda: len(api.get(path).json()["ranks"]) == 2 and state_of(api, model_id) == "ready", "no replica"
+    )
+    assert eventually(lambda: "has 2 replicas now" in api.get(path).json()["update"], "it does not end")
+    done = api.post(f"{path}:scale?wait_s=60", json={"data_parallel_size": 1}).json()
+    assert (done["done"], done["report"]["ranks"]) == (True, [1])
+    for verb, body in (("update", {}), ("scale", {"data_parallel_size": 2})):
+        assert api.post(f"/v1/models/no-such-model:{verb}", json=body).status_code == 404
+    assert api.delete(path).json()["freed"]
 
 
 def test_a_plan_and_its_picture(api: httpx.Client, readable: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

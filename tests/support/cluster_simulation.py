@@ -636,7 +636,7 @@ class ClusterSimulation:
             and all(scaling.done() for scaling in self.scalings)
             and self._loop is not None
             and states <= {LoadState.READY}
-            and not any(record.is_updating for record in self.records())
+            and not any(record.changes.is_running for record in self.records())
         )
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from actors.coordination import agent_watch, nodes, spawn
 from actors.coordination.agent_watch import AgentWatch
+from actors.coordination.jobs import members_of
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordinator import Coordinator
 from cluster.errors import VersionMismatch
@@ -273,13 +274,13 @@ def test_a_node_that_is_known_to_be_slow_only_receives() -> None:
     record.placements = {rank: Placement(rank, node, f"gpu-{node}", None) for rank, node in enumerate("abc")}
     rates = {"a": 4e9, "b": 0.5e9, "c": 0.0}  # of c it is not known
     record.note_peers(NodeInfo(node, node, peer=peers[node], peer_bytes_per_s=rate) for node, rate in rates.items())
-    assert {node.node_id: node.peer for node in record.members().nodes} == {**peers, "b": None}
+    assert {node.node_id: node.peer for node in members_of(record).nodes} == {**peers, "b": None}
 
     measured = {"a": 4e9, "b": 0.5e9, "c": 2.2e9}  # in an earlier load
     record.note_peers(
         NodeInfo(node, node, peer=peers[node], peer_measured_bytes_per_s=rate) for node, rate in measured.items()
     )
-    assert {node.node_id: node.peer for node in record.members().nodes} == {**peers, "b": None}
+    assert {node.node_id: node.peer for node in members_of(record).nodes} == {**peers, "b": None}
 
 
 def test_members_are_listed_by_the_attempt_that_brought_their_ranks() -> None:
@@ -290,9 +291,11 @@ def test_members_are_listed_by_the_attempt_that_brought_their_ranks() -> None:
     record.note_peers(NodeInfo(node, node, peer=Peer("10.0.0.1", 9465, node)) for node in "abc")
     for rank in (0, 1):
         record.placements[rank].report = RankReport(rank, "a", "a", 1, "cpu", 0, 1, 1, StageTimes(), 1, 0.0, 0.0)
-    found = [(node.node_id, node.ranks, node.attempt, node.filled) for node in record.members().nodes]
+    found = [(node.node_id, node.ranks, node.attempt, node.filled) for node in members_of(record).nodes]
     assert found == [("a", (0,), 1, True), ("b", (1,), 1, True), ("b", (3,), 2, False), ("c", (2,), 2, False)]
-    together = [(node.node_id, node.ranks, node.attempt, node.filled) for node in record.members(together=True).nodes]
+    together = [
+        (node.node_id, node.ranks, node.attempt, node.filled) for node in members_of(record, together=True).nodes
+    ]
     assert together == [("a", (0,), 1, False), ("b", (1, 3), 1, False), ("c", (2,), 1, False)]
 
 
@@ -307,7 +310,7 @@ def test_all_nodes_of_older_loads_lend() -> None:
     wide = [f"{at:02}" for at in range(40)]
     older = record_on("older", ["mine", *wide], 1.0)
     others = [record_on("later", ["x"], 3.0), older, record_on("another", ["y"], 1.0, "r2")]
-    members = record_on("mine", ["mine"], 2.0).members(others)
+    members = members_of(record_on("mine", ["mine"], 2.0), others)
     assert [(each.load_id, each.key) for each in members.older] == [("older", older.peer_key)]
     assert [node.node_id for node in members.older[0].nodes] == wide
 

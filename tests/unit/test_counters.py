@@ -359,6 +359,20 @@ def test_gauges_show_the_last_heartbeats() -> None:
         assert absent not in found
 
 
+def test_changes_of_resident_models_are_a_gauge_while_they_run() -> None:
+    cluster = ClusterMetrics()
+    for load_id, change in (("x", "staging"), ("y", "scaling"), ("z", "staging")):
+        cluster.load(replace(view(load_id, S.READY), change=change), 1.0)
+    changes = ("longshore_changes", "llama")
+    found = {key[2]: value for key, value in now(cluster, 2.0).items() if key[:2] == changes}
+    assert found == {"staging": 2, "scaling": 1}
+    cluster.load(replace(view("x", S.READY), change="exchanging"), 3.0)
+    for load_id in "yz":
+        cluster.load(view(load_id, S.READY), 3.0)
+    found = {key[2]: value for key, value in now(cluster, 4.0).items() if key[:2] == changes}
+    assert found == {"exchanging": 1}
+
+
 def test_series_of_a_lost_agent_stay_only_for_a_while() -> None:
     cluster = ClusterMetrics()
     agents = [Agent("n1", "a"), Agent("n2", "a"), Agent("n3", "b")]

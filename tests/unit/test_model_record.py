@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.coordination.model_record import ModelRecord, Placement, SavedUpdate
+from actors.coordination.model_changes import ModelChanges, SavedUpdate
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.errors import DoesNotFit, LayoutError, UnknownFamily, UpdateFailed
 from cluster.options import LoadOptions
 from cluster.request import LoadRequest, make_request
@@ -19,6 +20,7 @@ from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, advance
 from cluster.scheduling.update_state import UpdateLife
+from cluster.telemetry.counters import ClusterMetrics
 from cluster.telemetry.report import UpdateProgress
 from cluster.telemetry.update_report import UpdateReport
 from storage.errors import LongshoreError
@@ -91,7 +93,7 @@ def test_only_a_ready_model_of_the_same_request_is_at_hand() -> None:
 
 def test_only_its_own_methods_assign_fields_of_a_record() -> None:
     """Its methods keep related fields together; an outside assignment could forget one."""
-    fields = {field.name for field in dataclasses.fields(ModelRecord)}
+    fields = {field.name for kind in (ModelRecord, ModelChanges) for field in dataclasses.fields(kind)}
     assigned = []
     for path in (ROOT / "actors").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -101,7 +103,7 @@ def test_only_its_own_methods_assign_fields_of_a_record() -> None:
                     target = target.value
                 if isinstance(target, ast.Attribute) and target.attr in fields:
                     owner = ast.unparse(target.value)
-                    if owner.rpartition(".")[2].strip("_") in ("record", "model"):
+                    if owner.rpartition(".")[2].strip("_") in ("record", "model", "changes"):
                         assigned.append(f"{path.name}:{target.lineno}: {owner}.{target.attr}")
     assert not assigned
 
@@ -110,6 +112,13 @@ async def updated(outcome: UpdateReport | LongshoreError) -> ModelRecord:
     """Lead an update to its end; check its progress in each phase."""
     record = ModelRecord("m-1", asked(), Life.new(2), Holders())
     record.place(Placement(rank, "node", "host", None) for rank in range(2))
+    metrics = ClusterMetrics()
+    record.count_in(metrics, adopted=False)
+    states: list[str] = []
+
+    def counted() -> None:
+        states.append(metrics.snapshot().loads[0].view.change)
+
     begins, ends = asyncio.Event(), asyncio.Event()
 
     async def work() -> UpdateReport:
@@ -119,24 +128,29 @@ async def updated(outcome: UpdateReport | LongshoreError) -> ModelRecord:
             raise outcome
         return outcome
 
-    record.lead_update("u-1", work())
+    record.changes.lead("u-1", work())
     await begins.wait()
     assert record.status().updating == UpdateProgress("planning", 0, 2, 0, 0)
-    record.reads_for_update(100)
-    record.begin_update(
+    counted()
+    record.changes.reads(100)
+    record.changes.begin(
         SavedUpdate("u-1", asked(), "old", "new", "", False), UpdateLife.new(2, streaming=False), lambda beat: None
     )
-    record.has_read_for_update(1, 40)
-    record.has_read_for_update(1, 30)  # late
-    record.move_update(UpdateLife.new(2, streaming=False).staged(1))
+    record.changes.has_read(1, 40)
+    record.changes.has_read(1, 30)  # late
+    record.changes.move(UpdateLife.new(2, streaming=False).staged(1))
     assert record.status().updating == UpdateProgress("staging", 1, 2, 40, 100)
-    record.move_update(UpdateLife.new(2, streaming=False).staged(0).staged(1).decide().exchanged(0))
+    counted()
+    record.changes.move(UpdateLife.new(2, streaming=False).staged(0).staged(1).decide().exchanged(0))
     assert record.status().updating == UpdateProgress("exchanging", 1, 2, 40, 100)
+    counted()
     ends.set()
-    task = record.updating
+    task = record.changes.task
     assert task is not None
     await task
     assert record.status().updating is None
+    counted()
+    assert states == ["planning", "staging", "exchanging", ""]
     return record
 
 

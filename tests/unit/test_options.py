@@ -20,6 +20,8 @@ from cluster.errors import ConfigError
 from cluster.options import HOST_RANK, LOAD, PLAN, SAFE_OPEN, LoadOptions, QuantizationName, about, options_of
 from cluster.planning.preview import PlanOptions
 from cluster.precision.recipes import DTYPES, SCHEMES
+from cluster.request import StoreOptions
+from cluster.updating import UpdateOptions
 
 # Arguments of a call that say nothing about the model.
 OF_THE_CALL = {
@@ -92,6 +94,23 @@ def test_the_http_schema_is_that_of_the_options(function: str, body: str) -> Non
             assert found["description"] if name in options else True, name
         choices = about(options[name]).choices if name in options and name != "quantization" else ()
         assert tuple(found.get("enum", ())) == choices, name
+
+
+def test_the_http_schema_of_updates_is_that_of_the_options() -> None:
+    pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
+    from serving.schemas import UpdateBody
+
+    kinds: tuple[type, ...] = (UpdateOptions, StoreOptions)
+    known = {one.name: get_type_hints(kind)[one.name] for kind in kinds for one in fields(kind)}
+    schema = UpdateBody.model_json_schema()["properties"]
+    assert set(schema) == known.keys() - {"store", "credentials", "profile"}  # the nodes have their own
+    for name, found in schema.items():
+        assert found["default"] in (None, False), name
+        assert set(json_types(found)) <= set(types_of(known[name])), name
+        assert found["description"], name
+    body = UpdateBody(uri="s3://b/m", revision="a" * 64, streaming=True, signed_name="m", region="r", anonymous=True)
+    store = StoreOptions(region="r", anonymous=True)
+    assert body.options() == UpdateOptions("s3://b/m", "a" * 64, True, "m", store)
 
 
 def json_types(found: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import RayError
 
 from actors.coordination.placing import Relocation
+from actors.coordination.run_parts import RunParts
 from cluster.errors import ClusterLost, NodeLost
 from storage.errors import ArenaTooLarge, LongshoreError
 
@@ -44,6 +45,6 @@ class TaskError(RayError):
 def test_a_worker_that_answered_gets_no_liveness_check(error: BaseException, needed: bool, asked: int) -> None:
     agents = Agents()
     nothing = cast("Any", None)
-    relocation = Relocation(*[nothing] * 5, cast("Any", agents), *[nothing] * 2)
+    relocation = Relocation(RunParts(nothing, cast("Any", agents), *[nothing] * 6), nothing)
     assert asyncio.run(relocation.is_needed(error)) == needed
     assert agents.asked == asked

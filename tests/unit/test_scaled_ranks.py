@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
-from actors.coordination import nodes, spawn
+from actors.coordination import jobs, nodes, spawn
+from actors.coordination.jobs import SavedLoad
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, Placement
+from actors.coordination.run_parts import RunParts
+from actors.coordination.scale_run import ScaleRun
+from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
-from cluster.errors import ConfigError, LoadCancelled, NodeLost
+from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, NodeLost, RankLost, RankRemoved
 from cluster.layouts.mesh import Layout
 from cluster.model import LoadedModel, RankCalls
 from cluster.request import LoadRequest, StoreAccess
@@ -53,7 +59,8 @@ def run_with(step: Callable[[LoadRun, ModelRecord, Placement], Coroutine[Any, An
         joins = Placement(1, "n", "h", None, attempt=2)
         record.place([Placement(0, "n", "h", None), joins])
         await record.advance(load_state.Grown((0,), attempt=2))
-        return await step(LoadRun(record, None, Config(), {}, asyncio.Lock(), groups, None), record, joins)  # type: ignore[arg-type]
+        parts = RunParts.of(record, cast("Any", None), Config(), {}, asyncio.Lock(), groups, None)
+        return await step(LoadRun(parts), record, joins)
 
     return asyncio.run(run())
 
@@ -122,6 +129,115 @@ def test_a_lost_node_is_replaced_while_removed_ranks_still_run_calls(monkeypatch
         return await asyncio.wait_for(run._move(), 2)
 
     assert run_with(step) == {0}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A placement group as Ray's handle says it."""
+
+    name: str
+    bundle_specs: tuple[dict[str, float], ...] = ({"GPU": 1.0},)
+
+
+def test_gpus_of_a_removed_replica_are_given_back_once_its_workers_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the coordinator was restarted between the two."""
+    done: list[Any] = []
+    monkeypatch.setattr(spawn, "end_actor", done.append)
+    monkeypatch.setattr(spawn, "remove_group", done.append)
+    monkeypatch.setattr(spawn, "find_agent", lambda _: None)
+    first, second = Group("first"), Group("second")
+
+    async def step(run: LoadRun, record: ModelRecord, joins: Placement) -> None:
+        for placement, group in zip(record.placements.values(), (first, second), strict=True):
+            placement.bundle, placement.worker = (group, 0), SimpleNamespace(name=f"worker of {group.name}")
+            record.add_group(group)
+        await removed(record)
+        monkeypatch.setattr(run._parts.agents, "ask", answered)
+        worker = joins.worker
+        await run._scaling().remove_beyond()
+        assert done == [worker, second]
+        assert record.groups == (first,)
+        record.add_group(second)  # as in what an earlier coordinator saved
+        await run._scaling().remove_beyond()
+        assert done == [worker, second, second]
+        assert record.drop_groups() == (first,)
+
+    run_with(step, WorkerGroups(0.0))
+
+
+async def answered(*_: Any) -> None:
+    """Answer as an agent that does what it is told."""
+
+
+def test_an_agent_restarted_before_its_report_is_begun_again_once() -> None:
+    """Its ranks have all that they need, and what it counted is lost."""
+    calls: list[str] = []
+
+    async def begin_on(node_id: str) -> None:
+        calls.append(f"begin on {node_id}")
+
+    async def ask(node_id: str, _: Any) -> Any:
+        calls.append("report")
+        if len(calls) < lost_reports * 2:
+            raise ModelNotFound("the agent does not know the load")
+        return SimpleNamespace(bytes_by_source={"peer": 7})
+
+    async def step(run: LoadRun, record: ModelRecord, joins: Placement) -> dict[str, int]:
+        parts = replace(run._parts, agents=cast("Any", SimpleNamespace(ask=ask)))
+        return await ScaleRun(parts, begin_on)._sources([joins])
+
+    lost_reports = 1
+    assert run_with(step) == {"peer": 7}
+    assert calls == ["report", "begin on n", "report"]
+    calls.clear()
+    lost_reports = 3
+    with pytest.raises(ModelNotFound):
+        run_with(step)
+
+
+def test_a_restarted_coordinator_gives_no_worker_the_name_of_a_removed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may give a name back late, and a message to the old worker would reach the new one."""
+    found = {0: (0, "serves"), 1: (4, "was removed"), 2: (1, "had not joined")}
+    monkeypatch.setattr(spawn, "find_workers", lambda _: found)
+    monkeypatch.setattr(spawn, "end_actor", lambda _: None)
+
+    async def step(run: LoadRun, record: ModelRecord, joins: Placement) -> dict[int, int]:
+        record.skip_incarnations(3, 5)
+        record.remove([joins])
+        again = SavedLoad.unpack(SavedLoad.of(record).pack()).restore("m", 0.0)
+        assert again.next_incarnations == {1: 1, 3: 5}
+        with monkeypatch.context() as alone:
+            alone.setattr(jobs, "_ask", answered)
+            await jobs.find_workers_again(again, {})
+        return again.next_incarnations
+
+    assert run_with(step) == {1: 5, 2: 2, 3: 5}
+
+
+@pytest.mark.parametrize("died", [True, False], ids=["dead", "without its model"])
+def test_a_copy_of_a_removed_rank_says_that_it_was_removed(died: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replica went between two batches; the coordinator knows the ranks that are left."""
+    import ray
+
+    def get(_: Any) -> Any:
+        if died:
+            raise RayActorError
+        raise RayTaskError("tensor_batch", "", ModelNotFound("this rank holds no loaded model"), ip="127.0.0.1")
+
+    workers: list[str] = ["first"]
+    connection: Any = SimpleNamespace(
+        call=lambda *_, **__: workers, head=SimpleNamespace(check=lambda: None), model_id="m"
+    )
+    monkeypatch.setattr(ray, "wait", lambda references, **_: (references, []))
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(RankRemoved, match="rank 1 went with its replica: the model has ranks 0 to 0 now") as caught:
+        RankCalls(connection, "m", None).answers([(1, "reference")])
+    assert (caught.value.details["rank"], caught.value.details["model"]) == (1, "m")
+    assert type(pickle.loads(pickle.dumps(caught.value))) is RankRemoved
+    workers.append("second")  # it was replaced, or added again
+    with pytest.raises(RankLost if died else ModelNotFound) as other:
+        RankCalls(connection, "m", None).answers([(1, "reference")])
+    assert not isinstance(other.value, RankRemoved)
 
 
 def test_ranks_that_another_process_added_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
+import httpx2 as httpx
 from starlette.testclient import TestClient
 
 import cluster.errors as load_errors
 import storage.errors as byte_errors
+from cluster import client as cluster_client
 from cluster.config import Config
+from cluster.layouts.mesh import Layout
+from cluster.request import StoreAccess
+from cluster.telemetry.scale_report import ScaleReport
 from serving.app import make_app
 from serving.schemas import MEDIA_TYPE, problem_of, status_of
 from serving.service import Service
 from serving.settings import ServingSettings
 from storage.errors import LongshoreError
+from storage.store_ref import StoreRef
 from tests.support.checkpoints import write_tiny_llama
+from tests.support.http_servers import http_server
 from tests.support.scripted_service import Script, ScriptedService
 from tests.support.stored_models import StoredModel
 
@@ -67,6 +76,70 @@ def test_bad_requests_are_refused_before_a_cluster_is_asked(
     answer = client.post(f"/v1/models:{verb}", json=body)
     assert (answer.status_code, answer.json()["type"]) == (status, f"urn:longshore:problem:{kind}")
     assert answer.headers["content-type"] == MEDIA_TYPE
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "kind"),
+    [
+        ("update", {"uri": "/etc"}, 422, "ConfigError"),
+        ("update", {"uri": "file:///etc"}, 403, "SourceRefused"),
+        ("update", {"uri": "s3://bucket/x", "endpoint_url": "http://169.254.169.254"}, 403, "SourceRefused"),
+        (
+            "update",
+            {"uri": "s3://bucket/x"},
+            403,
+            "SourceRefused",
+        ),  # the model's own server is none that requests may name
+        ("update", {"uri": "s3://BAD BUCKET/x"}, 422, "InvalidUri"),
+        ("update", {"uri": "s3://bucket/x", "profile": "root"}, 422, "BadRequest"),
+        ("update", {"uri": "s3://bucket/x", "credentials": {}}, 422, "BadRequest"),
+        ("update", {"uri": "s3://bucket/x", "revision": "5f0c"}, 422, "BadRequest"),
+        ("update", {"streaming": 2}, 422, "BadRequest"),
+        ("update", None, 422, "BadRequest"),
+        ("scale", {"data_parallel_size": 0}, 422, "BadRequest"),
+        ("scale", {"data_parallel_size": 10**9}, 422, "BadRequest"),
+        ("scale", {"data_parallel_size": 2, "tensor_parallel_size": 2}, 422, "BadRequest"),
+        ("scale", {}, 422, "BadRequest"),
+    ],
+)
+def test_bad_changes_of_a_model_are_refused_before_they_begin(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, verb: str, body: Any, status: int, kind: str
+) -> None:
+    store = StoreAccess(StoreRef("s3", "b", "m", endpoint_url="http://10.0.0.1:9000"))
+    monkeypatch.setattr(cluster_client, "request_of", lambda *_, **__: SimpleNamespace(store=store))
+    monkeypatch.setattr(cluster_client, f"a{verb}", None)
+    answer = client.post(f"/v1/models/m-1:{verb}", json=body)
+    assert (answer.status_code, answer.json()["type"]) == (status, f"urn:longshore:problem:{kind}"), answer.text
+    assert answer.headers["content-type"] == MEDIA_TYPE
+
+
+def test_a_change_that_takes_long_goes_on_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts among what is under way, and its answer has the report once it is done in time."""
+    script, ends = Script(part=1.0), threading.Event()
+    report = ScaleReport(script.model_id, 1, Layout(data_parallel_size=2), (1,))
+
+    async def scales(model_id: str, data_parallel_size: int, **_: Any) -> ScaleReport:
+        assert (model_id, data_parallel_size) == (script.model_id, 2)
+        await asyncio.to_thread(ends.wait, 20)
+        return report
+
+    monkeypatch.setattr(cluster_client, "ascale", scales)
+    path, body = f"/v1/models/{script.model_id}:scale", {"data_parallel_size": 2}
+    service = ScriptedService(script, ServingSettings(loads=1))
+    with http_server(service) as url, httpx.Client(base_url=url, timeout=60) as made:
+        answer = made.post(f"{path}?wait_s=0", json=body)
+        assert (answer.status_code, answer.json()["done"]) == (202, False)
+        assert answer.headers["location"] == f"/v1/models/{script.model_id}"
+        assert made.post(path, json=body).status_code == 429
+        ends.set()
+        answers = (made.post(path, json=body) for _ in range(200))
+        done = next(answer for answer in answers if answer.status_code != 429)
+    assert done.status_code == 200
+    assert done.json() == {
+        "model_id": script.model_id,
+        "done": True,
+        "report": report.as_dict() | {"ranks": [1], "hosts": []},
+    }
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
@@ -183,7 +256,7 @@ def test_every_operation_documents_itself_and_its_problems(client: TestClient) -
             if path != "/healthz":
                 assert {"401", "429", "503"} <= set(operation["responses"]), (method, path)
     assert "Problem" in document["components"]["schemas"]
-    for schema in ("LoadBody", "PlanBody", "Begun", "Problem"):
+    for schema in ("LoadBody", "PlanBody", "UpdateBody", "ScaleBody", "Begun", "Change", "Problem"):
         assert document["components"]["schemas"][schema].get("examples"), schema
 
 

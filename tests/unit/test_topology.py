@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from cluster.scheduling.topology import (
     assign_ranks,
     bundle_of_ranks,
     bundles_for,
+    bundles_of_replicas,
     bundles_to_wait_for,
     ranks_by_node,
     resolve_device,
@@ -114,6 +116,9 @@ def test_bundle_laws(layout: Layout, gpus: list[int]) -> None:
     size = layout.tensor_parallel_size
     assert set(bundles) <= {size, 1}
     assert bundles.count(size) <= sum(count // size for count in gpus) or size == 1
+    replicas = bundles_of_replicas(bundles, layout.one_replica)
+    assert [sum(replica) for replica in replicas] == [layout.one_replica] * (layout.ranks // layout.one_replica)
+    assert list(itertools.chain(*replicas)) == bundles
     assert split_groups(hosts, size) == (bundles.count(1) // size if size > 1 else 0)
 
 

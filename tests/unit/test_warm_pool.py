@@ -160,20 +160,23 @@ def test_gpus_that_were_given_back_are_expected_for_some_seconds(monkeypatch: py
     monkeypatch.setattr(spawn, "remove_group", removed.append)
     monkeypatch.setattr(spawn, "end_actor", lambda _: None)
 
-    def ended(ranks: int, gpus_per_rank: int, group: str | None) -> Any:
+    def group_of(*bundles: int) -> tuple[Any, ...]:
+        return (SimpleNamespace(bundle_specs=[{"GPU": float(gpus)} for gpus in bundles]),)
+
+    def ended(ranks: int, gpus_per_rank: int, groups: tuple[Any, ...]) -> Any:
         request = SimpleNamespace(device_map=None, gpus_per_rank=gpus_per_rank)
         placements = {rank: SimpleNamespace(worker=object()) for rank in range(ranks)}
         return SimpleNamespace(
-            worker_group_id="g", model_id="m", request=request, placements=placements, nodes=(), group=group
+            worker_group_id="g", model_id="m", request=request, placements=placements, nodes=(), groups=groups
         )
 
     async def run() -> None:
         groups = WorkerGroups(0.0)
         assert not groups.may_free(1)
-        await groups.part(ended(2, 1, "first"), keep=False)
-        await groups.part(ended(8, 1, None), keep=False)  # in somebody's own placement group, or on CPUs
+        await groups.part(ended(1, 1, first), keep=False)  # a rank was removed, and its GPU was still reserved
+        await groups.part(ended(8, 1, ()), keep=False)  # in somebody's own placement group, or on CPUs
         now_s[0] += 6
-        await groups.part(ended(1, 3, "second"), keep=False)
+        await groups.part(ended(1, 3, second), keep=False)
         assert groups.may_free(5)
         assert not groups.may_free(6)
         now_s[0] += 6
@@ -182,8 +185,9 @@ def test_gpus_that_were_given_back_are_expected_for_some_seconds(monkeypatch: py
         now_s[0] += 6
         assert not groups.may_free(1)
 
+    first, second = group_of(1, 1), group_of(3)
     asyncio.run(run())
-    assert removed == ["first", "second"]
+    assert removed == [*first, *second]
 
 
 def test_workers_beside_gpus_of_removed_replicas_are_not_kept() -> None:
@@ -191,9 +195,9 @@ def test_workers_beside_gpus_of_removed_replicas_are_not_kept() -> None:
     request: Any = SimpleNamespace(gpus_per_rank=1, placement_group=None)
 
     def keeps(bundles: int, ranks: int) -> bool:
-        group = SimpleNamespace(bundle_specs=[{"GPU": 1.0}] * bundles)
+        groups = (SimpleNamespace(bundle_specs=[{"GPU": 1.0}] * bundles),)
         placements: Any = {rank: SimpleNamespace(worker=object()) for rank in range(ranks)}
-        record: Any = SimpleNamespace(request=request, placements=placements, group=group)
+        record: Any = SimpleNamespace(request=request, placements=placements, groups=groups)
         return WorkerGroups(60.0)._may_keep(record, list(placements.values()))
 
     assert [keeps(2, 2), keeps(2, 1), keeps(1, 2)] == [True, False, True]
