@@ -355,7 +355,7 @@ class Lending:
                 self._out[node] = now_s + LEFT_OUT_S
         self.received_bytes.update(credited(commit, sources, cached.length_bytes))
         for at, source in enumerate(sources):
-            if (node := nodes.get(source.peer, "")) in self._earlier:
+            if (node := nodes.get(source.peer, "")) in self._earlier and not source.in_place:
                 had = at == commit.peer
                 self._earlier[node] = 0 if had else self._earlier[node] + (at < commit.peer or commit.peer < 0)
         if commit.digest:
