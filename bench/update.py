@@ -1,9 +1,11 @@
 """New weights for a resident model: updates in place beside loads of everything: `python -m bench.update`.
 
     store --HTTP--> 2 tensor-parallel ranks that hold a Llama     the next revision: 5 % of the bytes are others
+    store --HTTP--> vLLM with 2 ranks on processors               the same, beside an engine that is started anew
 
 Every turn has a revision of its own: for an update 5 % of the bytes are others, for a load all of them. So nothing that
-is read is in the arena. nginx counts the bytes.
+is read is in the arena. vLLM's arena ends with its processes. nginx counts the bytes. Exit code 0; 1 when vLLM failed,
+and not when it is merely absent.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ import numpy as np
 
 import cluster
 from bench.contenders.ours import WARM_S, model_uri, our_cluster, store_arguments
-from bench.contenders.table import UNKEPT_BYTES
+from bench.contenders.table import CONTENDERS, UNKEPT_BYTES
 from bench.harness.contender import Spec
 from bench.harness.measure import fetch_host_pages, settle
-from bench.harness.models import BUCKET, write_model
+from bench.harness.models import BUCKET, write_listing, write_model
 from bench.harness.report import markdown_table
+from bench.harness.results import Entry
+from bench.harness.rounds import run_once, run_rounds
 from bench.harness.run_folder import NGINX, run_folder
 from bench.harness.store import RangeServer
 from bench.options import new_parser, positive_int, size
@@ -51,9 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with RangeServer(folder / "www", folder / NGINX) as server:
             spec = Spec("http", server.endpoint, BUCKET, str(bucket / "r0"), (), model_bytes)
             changed_bytes, rows = measure(spec, Path(server.access_log), options.rounds, options.size)
+            engine = measure_engine(spec, server.access_log, options.rounds, options.size)
+    rows += engine_rows(engine, spec.model_bytes)
     head = f"{model_bytes / 1e9:.2f} GB, {changed_bytes / model_bytes:.3f} of it new"
     print(f"\n{markdown_table((head, *HEADINGS), rows)}")
-    return 0
+    return 1 if engine.failure else 0
 
 
 def write_next(old: Path, new: Path, seed: int) -> int:
@@ -125,15 +131,51 @@ def measure(spec: Spec, access_log: Path, rounds: int, size_bytes: int) -> tuple
                 found[title].append((took_s, read_bytes, staged_bytes))
                 print(f"{number + 1}  {title:40} {took_s:7.2f} s  {read_bytes / spec.model_bytes:6.3f}", flush=True)
         model.release()
+    return changed_bytes, table_rows(found, spec.model_bytes)
+
+
+def table_rows(found: Mapping[str, Sequence[tuple[float, ...]]], model_bytes: int) -> list[tuple[str, ...]]:
+    """Return the medians of runs by title. A run is its seconds and bytes. The first title is the measure of time."""
     first_s = statistics.median(took_s for took_s, *_ in next(iter(found.values())))
     rows = []
     for title, runs in found.items():
         times, *counts = zip(*runs, strict=True)
         middle_s = statistics.median(times)
-        shares = (f"{statistics.median(each) / spec.model_bytes:.3f}" for each in counts)
+        shares = (f"{statistics.median(each) / model_bytes:.3f}" for each in counts)
         span = f"{middle_s:.2f} ({min(times):.2f}-{max(times):.2f})"
         rows.append((title, span, f"{middle_s / first_s:.2f}", *shares))
-    return changed_bytes, rows
+    return rows
+
+
+ENGINE_TITLES = {"update": "vLLM: `engines.vllm_updates.update`", "restart": "vLLM: a new engine"}
+
+
+def measure_engine(spec: Spec, access_log: str, rounds: int, size_bytes: int) -> Entry:
+    """Return the runs of vLLM: an update of the same share, and a new engine with a further revision."""
+    bucket, revisions = Path(spec.folder).parent, ("engine-0", "engine-1", "engine-2")
+    for number, name in enumerate(revisions):
+        if number:
+            write_next(bucket / revisions[number - 1], bucket / name, number)
+        else:
+            write_model(bucket / name, size_bytes, number)
+        cluster.publish(bucket / name)
+    for name in revisions:
+        write_listing(bucket, name)
+    given = spec.with_options(ranks=RANKS, revisions=revisions, access_log=access_log, until_idle=True)
+    entry = Entry(CONTENDERS["update_vllm"], "vllm2/http")
+    run_rounds([entry], rounds, lambda each, setting: run_once(each, setting, given))
+    return entry
+
+
+def engine_rows(entry: Entry, model_bytes: int) -> list[tuple[str, ...]]:
+    """Return the rows of vLLM, or why there are none. What it stages is not known here."""
+    if reason := entry.failure or entry.absent:
+        why = f"{'failed' if entry.failure else 'not run'}: {reason}".replace("|", "/")
+        return [(title, why, "-", "-", "-") for title in ENGINE_TITLES.values()]
+    found: dict[str, list[tuple[float, ...]]] = {title: [] for title in ENGINE_TITLES.values()}
+    for run in entry.runs:
+        found[ENGINE_TITLES[run.case]].append((run.wall_s, run.store_bytes))
+    return [(*row, "-") for row in table_rows(found, model_bytes)]
 
 
 if __name__ == "__main__":

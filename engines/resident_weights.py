@@ -101,7 +101,10 @@ def _contents_of(value: Any) -> frozenset[str]:
     """Return the names of the checkpoint's tensors from which a tensor was made."""
     if isinstance(value, LazyTensor):
         return frozenset((value.stored.name,))
-    return getattr(value.untyped_storage(), _CONTENTS, frozenset()) if _is_plain(value) else frozenset()
+    if not _is_plain(value):
+        return frozenset()
+    found: frozenset[str] = getattr(value.untyped_storage(), _CONTENTS, frozenset())
+    return found
 
 
 def _is_plain(value: Any) -> bool:

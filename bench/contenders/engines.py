@@ -3,8 +3,8 @@
     vllm_*           vLLM <-- `bench.contenders.vllm_costs`: what the loader of each worker took
     transformers_*   `from_pretrained` in this process
 
-The clock starts at the call that begins to fetch weights or config, and stops when every weight is in its place. The
-start of vLLM's processes is not counted, as it is the same for all. Making the model without weights is counted.
+The clock of a load starts at the call that begins to fetch weights or config, and stops when every weight is in its
+place. The start of vLLM's processes is not counted, as it is the same for all. Making the model without weights is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.contenders.buffers import set_runai_variables
 from bench.contenders.ours import model_uri
@@ -35,12 +36,8 @@ def load_vllm(spec: Spec) -> None:
     runai       the URI, `load_format="runai_streamer"`: vLLM's own integration
     download    one download to a local disk by obstore, then vLLM's own loader
     """
-    with _folder(spec) as folder:
-        os.environ |= {**VLLM_VARIABLES, "XDG_RUNTIME_DIR": str(folder)}
-        cores, ranks = sorted(os.sched_getaffinity(0)), int(spec.options["ranks"])
-        parts = [",".join(map(str, cores[rank::ranks])) for rank in range(ranks)]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
-        os.environ["BENCH_LOADED_BYTES"] = str(spec.model_bytes // ranks)  # for `vllm_costs`
+    with _folder_of_vllm(spec) as folder:
+        os.environ["BENCH_LOADED_BYTES"] = str(spec.model_bytes // spec.options["ranks"])  # for `vllm_costs`
         import vllm
 
         with measured(spec, "cold", watch_memory=False) as m:
@@ -71,6 +68,42 @@ def load_vllm(spec: Spec) -> None:
             m.peak_bytes = sum(peak_bytes for _, _, _, peak_bytes in costs)
 
 
+def update_vllm(spec: Spec) -> None:
+    """Give a running vLLM a revision in place, end it, and start another one with a further revision.
+
+    Options: "ranks"; "revisions", three folders of the bucket. A start is the call of `vllm.LLM`, with the processes
+    that it starts. It begins when the engine before has ended and vLLM is imported here.
+    """
+    with _folder_of_vllm(spec) as folder:
+        import vllm
+
+        import cluster
+        from engines.vllm_updates import update
+
+        first, second, third = spec.options["revisions"]
+
+        def start(name: str) -> Any:
+            model = cluster.config_folder(
+                model_uri(spec, name), folder / name, endpoint_url=spec.endpoint, region=REGION
+            )
+            return vllm.LLM(
+                model=model,
+                load_format="longshore",
+                weight_transfer_config={"backend": "longshore"},
+                tensor_parallel_size=spec.options["ranks"],
+                skip_tokenizer_init=True,
+                **VLLM_OPTIONS,
+            )
+
+        llm = start(first)
+        with measured(spec, "update", watch_memory=False):
+            update(llm, model_uri(spec, second))
+        llm.llm_engine.engine_core.shutdown()
+        with measured(spec, "restart", watch_memory=False):
+            llm = start(third)
+        llm.llm_engine.engine_core.shutdown()
+
+
 def load_transformers(spec: Spec) -> None:
     """Call `from_pretrained` and read a byte of each page of the weights. Options: "method", and what it has."""
     with _folder(spec) as folder:
@@ -95,6 +128,17 @@ def _download(spec: Spec, folder: Path) -> None:
     download(spec, folder)
     for small in Path(spec.folder).glob("*.json"):
         shutil.copy(small, folder)
+
+
+@contextlib.contextmanager
+def _folder_of_vllm(spec: Spec) -> Iterator[Path]:
+    """Make a folder as `_folder`, and give each rank of vLLM its share of the cores."""
+    with _folder(spec) as folder:
+        os.environ |= {**VLLM_VARIABLES, "XDG_RUNTIME_DIR": str(folder)}
+        cores, ranks = sorted(os.sched_getaffinity(0)), int(spec.options["ranks"])
+        parts = [",".join(map(str, cores[rank::ranks])) for rank in range(ranks)]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(parts)
+        yield folder
 
 
 @contextlib.contextmanager

@@ -95,6 +95,12 @@ _ALL = (
     _engine("vllm", "Longshore", "longshore"),
     _engine("vllm", "vLLM's Run:ai streamer", "runai", RUNAI_S3_SETTINGS),
     _engine("vllm", "download to disk (obstore), vLLM's own loader", "download", RANGE_SETTINGS),
+    Contender(
+        *("update_vllm", "Longshore, a further revision", engines.update_vllm),
+        (Case("update", "in place", B3), Case("restart", "into a new engine", B3)),
+        needs=("vllm",),
+        environment="vllm",
+    ),
     _engine("transformers", "Longshore", "longshore"),
     _engine("transformers", "download to disk (obstore), `from_pretrained`", "download", RANGE_SETTINGS),
 )
