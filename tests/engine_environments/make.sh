@@ -4,15 +4,15 @@
 # It has what tests/engine_environments/NAME.txt names, what NAME.no-deps.txt names without its dependencies, and Longshore
 # from this checkout. One that is there already and was made of the same list stays; when pyproject.toml has changed,
 # Longshore is installed anew. Ends with 3 when a package cannot be had here: tests of that engine then skip. A list that
-# begins with "# On top of the environment of Longshore" is installed without dependencies, and without Longshore:
-# everything else comes from the environment of $PYTHON.
+# begins with "# On top of the environment of" is installed without dependencies, and without Longshore: everything else
+# comes from the environment of $PYTHON.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 name="$1"
 list="tests/engine_environments/$name.txt"
 venv=".venv-$name"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
-if grep -q '^# On top of the environment of Longshore' "$list"; then
+if grep -q '^# On top of the environment of' "$list"; then
   cmp -s "$list" "$venv/.made" && exit 0
   rm -rf "$venv"
   "${PYTHON:-python3}" -m venv --without-pip "$venv"
