@@ -21,7 +21,7 @@ from cluster.errors import LoadCancelled, ModelBroken, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
 from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, Assignment, Members, NodePeer, PeerSource
-from cluster.planning.packed_plan import PackedPlan
+from cluster.planning.packed_plan import PackedPlan, RankFacts
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
@@ -186,6 +186,7 @@ class ModelRecord:
     update_life: UpdateLife | None = None  # of the last update
     update_bytes: dict[int, int] = field(default_factory=dict)  # by rank: that it has read for the update
     update_total_bytes: int = 0  # that all ranks read for it
+    update_promise: dict[int, tuple[int, RankFacts]] = field(default_factory=dict)  # by rank: host memory, reads
     update_text: str = ""  # for people: what it does, or how it ended
     update_heard: Callable[[AgentBeat], None] | None = None  # takes heartbeats while an update reads
     updating: asyncio.Task[None] | None = None  # leads the update, or the change of the number of replicas
@@ -608,6 +609,10 @@ class ModelRecord:
         """Note an update, before any rank is asked to read. `heard` takes the agents' heartbeats."""
         self.update, self.update_life, self.update_heard = update, life, heard
 
+    def promise_update(self, host_bytes: Mapping[int, int], facts: Sequence[RankFacts]) -> None:
+        """Note the host memory that ranks take for the update. `facts`: of what each rank reads."""
+        self.update_promise = {rank: (size_bytes, facts[rank]) for rank, size_bytes in host_bytes.items()}
+
     def move_update(self, life: UpdateLife) -> None:
         """Note the next moment of the update's life."""
         self.update_life = life
@@ -619,6 +624,7 @@ class ModelRecord:
     def forget_update(self) -> None:
         """No update is under way any more."""
         self.update = None
+        self.update_promise = {}
 
     def adopt(self, update: SavedUpdate, plan: PackedPlan | None, stores: Iterable[StoreAccess]) -> None:
         """From now on the model is the update's new revision: whoever replaces a rank loads that.
@@ -676,10 +682,16 @@ class ModelRecord:
         # After the coordinator was restarted there is no plan, and ranks that are about to be removed are not in it.
         if self.plan is None or placement.rank >= len(self.plan.ranks):
             return min(placement.placed_bytes, host_bytes)
-        facts = self.plan.ranks[placement.rank]
-        elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
-        there_bytes = facts.device_bytes * placement.placed_bytes // max(1, facts.read_bytes)
-        return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
+        return _taken_bytes(host_bytes, self.plan.ranks[placement.rank], placement.placed_bytes)
+
+    def bytes_to_stage(self, ranks: Iterable[int]) -> int:
+        """Return the host memory that these ranks have still to take for the update that they stage, or stream."""
+        steps = () if self.update_life is None else self.update_life.ranks
+        reading = [rank for rank in ranks if rank in self.update_promise and steps[rank] is RankStep.OLD]
+        return sum(
+            self.update_promise[rank][0] - _taken_bytes(*self.update_promise[rank], self.update_bytes.get(rank, 0))
+            for rank in reading
+        )
 
     def ranks_on(self, node_id: str, attempt: int) -> tuple[int, ...]:
         """Those that this attempt brought there, and that are not about to be removed."""
@@ -842,6 +854,13 @@ class ModelRecord:
             0 if life.lost or self.life.is_over else placement.own_bytes,
             placement.report.device if placement.report else self.request.device,
         )
+
+
+def _taken_bytes(host_bytes: int, facts: RankFacts, placed_bytes: int) -> int:
+    """Return what a rank of these facts has of its host's memory, `host_bytes` in the end, by what it placed."""
+    elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
+    there_bytes = facts.device_bytes * placed_bytes // max(1, facts.read_bytes)
+    return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
 
 
 def hosts_by_address(records: Iterable[ModelRecord]) -> dict[str, str]:

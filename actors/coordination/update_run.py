@@ -28,7 +28,7 @@ from actors.coordination.planner import Planner, in_message
 from actors.coordination.spawn import alongside, finished, settled
 from cluster.config import Config
 from cluster.errors import ModelBroken, UpdateFailed, UpdateRefused
-from cluster.fit.needs import check_update_fit
+from cluster.fit.needs import check_update_fit, larger_claims
 from cluster.joining.node_tasks import unwrapped
 from cluster.messages import AgentBeat, NodeJob
 from cluster.planning.update_plan import PackedUpdate
@@ -87,7 +87,9 @@ class UpdateRun:
         self._check_ready()  # nothing is awaited from here until the update is noted
         self._incarnations = _incarnations(record)
         base = "" if record.broken else saved.base
-        record.begin_update(saved, UpdateLife.new(len(record.placements), streaming=saved.streaming), self._heard)
+        life = UpdateLife.new(len(record.placements), streaming=saved.streaming)
+        record.begin_update(saved, life, self._heard)
+        record.promise_update(host_bytes, update.ranks)
         try:
             await save(record)
             await self._begin(update, host_bytes)
@@ -203,6 +205,7 @@ class UpdateRun:
         """Return the host memory that each rank takes that has something to read. Raises DoesNotFit."""
         record = self._record
         order = sorted(record.nodes)
+        before = claims_of(self._models.values(), record)
         facts = await nodes.facts_of(order, self._agents.ask)
         reads = [rank for rank, each in enumerate(update.ranks) if each.read_bytes]
         ranks = {rank: update.ranks[rank] for rank in reads}
@@ -213,7 +216,7 @@ class UpdateRun:
             self._config,
             record.request.device,
             streaming=streaming,
-            claims=claims_of(self._models.values(), record),
+            claims=larger_claims(before, claims_of(self._models.values(), record)),
         )
         if misfit is not None:
             raise misfit
