@@ -65,7 +65,8 @@ def claims_of(models: Iterable[ModelRecord], but: ModelRecord) -> list[Claim]:
 
 def _to_take(record: ModelRecord, node_id: str) -> int:
     here = {placement.rank: placement for placement in record.on(node_id)}
-    return record.bytes_to_take(list(here.values())) + WORKER_BYTES * len(new_workers(here))
+    staged_bytes = record.changes.bytes_to_stage(here)
+    return record.bytes_to_take(list(here.values())) + staged_bytes + WORKER_BYTES * len(new_workers(here))
 
 
 def new_workers(placements: Mapping[int, Placement]) -> set[int]:

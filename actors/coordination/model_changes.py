@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.errors import LoadCancelled
 from cluster.messages import AgentBeat
+from cluster.planning.packed_plan import RankFacts
 from cluster.request import LoadRequest
 from cluster.scheduling.update_state import RankStep, UpdateLife, UpdatePhase
 from cluster.telemetry.report import UpdateProgress
@@ -69,6 +70,7 @@ class ModelChanges:
     heard: Callable[[AgentBeat], None] | None = None  # takes heartbeats while an update reads
     read_bytes: dict[int, int] = field(default_factory=dict)  # by rank: that it has read for the update
     total_bytes: int = 0  # that all ranks read for the update
+    promised: dict[int, tuple[int, RankFacts]] = field(default_factory=dict)  # by rank: host memory, and what it reads
     text: str = ""  # for people: what it does, or how it ended
     kind: str = ""  # of the change that is under way, or of the last one
     task: asyncio.Task[None] | None = None  # leads the change
@@ -154,6 +156,18 @@ class ModelChanges:
         self.update, self.heard = update, heard
         self.move(life)
 
+    def promise(self, host_bytes: Mapping[int, int], facts: Sequence[RankFacts]) -> None:
+        """Note the host memory that ranks take for the update. `facts`: of what each rank reads."""
+        self.promised = {rank: (size_bytes, facts[rank]) for rank, size_bytes in host_bytes.items()}
+
+    def bytes_to_stage(self, ranks: Iterable[int]) -> int:
+        """Return the host memory that these ranks have still to take for the update that they stage, or stream."""
+        steps = () if self.life is None else self.life.ranks
+        reading = [rank for rank in ranks if rank in self.promised and steps[rank] is RankStep.OLD]
+        return sum(
+            self.promised[rank][0] - taken_bytes(*self.promised[rank], self.read_bytes.get(rank, 0)) for rank in reading
+        )
+
     def move(self, life: UpdateLife) -> None:
         """Note the next moment of the update's life."""
         self.life = life
@@ -178,6 +192,7 @@ class ModelChanges:
     def forget(self) -> None:
         """No update is under way any more."""
         self.update = None
+        self.promised = {}
 
     def progress(self, ranks: int) -> UpdateProgress | None:
         """Return the progress of the update that is under way, over so many ranks; None if none is."""
@@ -193,6 +208,13 @@ class ModelChanges:
             read_bytes=sum(self.read_bytes.values()),
             total_bytes=self.total_bytes,
         )
+
+
+def taken_bytes(host_bytes: int, facts: RankFacts, placed_bytes: int) -> int:
+    """Return what a rank of these facts has of its host's memory, `host_bytes` in the end, by what it placed."""
+    elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
+    there_bytes = facts.device_bytes * placed_bytes // max(1, facts.read_bytes)
+    return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
 
 
 def details_of(outcome: Changed | LongshoreError | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.coordination.model_changes import UPDATE, Changed, ModelChanges, SavedUpdate, details_of
+from actors.coordination.model_changes import UPDATE, Changed, ModelChanges, SavedUpdate, details_of, taken_bytes
 from cluster.errors import LoadCancelled, ModelBroken, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
 from cluster.layouts.mesh import Layout
@@ -503,10 +503,7 @@ class ModelRecord:
         # After the coordinator was restarted there is no plan, and ranks that are about to be removed are not in it.
         if self.plan is None or placement.rank >= len(self.plan.ranks):
             return min(placement.placed_bytes, host_bytes)
-        facts = self.plan.ranks[placement.rank]
-        elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
-        there_bytes = facts.device_bytes * placement.placed_bytes // max(1, facts.read_bytes)
-        return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
+        return taken_bytes(host_bytes, self.plan.ranks[placement.rank], placement.placed_bytes)
 
     def ranks_on(self, node_id: str, attempt: int) -> tuple[int, ...]:
         """Those that this attempt brought there, and that are not about to be removed."""

@@ -23,7 +23,7 @@ from actors.coordination.jobs import save
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.placing import more_places
 from actors.coordination.run_parts import RunParts
-from actors.coordination.spawn import alongside, finished, settled
+from actors.coordination.spawn import alongside, answer_of, finished, settled
 from actors.coordination.worker_groups import end_workers
 from cluster.errors import ModelNotFound, ScaleFailed, ScaleRefused
 from cluster.joining.node_tasks import unwrapped
@@ -223,17 +223,9 @@ class ScaleRun:
             return
         fence = uuid.uuid4().hex
 
-        async def lives() -> None:
-            await asyncio.wait_for(worker.withdraw.options(concurrency_group="control").remote(fence), patience_s)
-
-        await lives()
-        ended = asyncio.ensure_future(
-            worker.call.options(concurrency_group="call").remote(self._record.model_id, None, fence)
-        )
-        ended.add_done_callback(lambda done: done.cancelled() or done.exception())
-        while not (await asyncio.wait({ended}, timeout=patience_s))[0]:
-            await lives()
-        await ended
+        await asyncio.wait_for(worker.withdraw.options(concurrency_group="control").remote(fence), patience_s)
+        ended = worker.call.options(concurrency_group="call").remote(self._record.model_id, None, fence)
+        await answer_of(worker, placement.host, ended, patience_s)
 
     async def remove_beyond(self) -> None:
         """End the workers of all ranks that are not the layout's, give GPUs back, and let agents forget the ranks."""

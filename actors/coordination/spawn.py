@@ -241,6 +241,25 @@ async def meet_worker(worker: Any, host: str, timeout_s: float) -> None:
     check_version(version, f"a worker on {host}", "the coordinator")
 
 
+async def answer_of(
+    worker: Any, host: str, call: Awaitable[T], patience_s: float, check: Callable[[], None] = lambda: None
+) -> T:
+    """Return the answer to a call of a worker, which may take as long as it needs while its process is well.
+
+    Every `patience_s` seconds `check()` runs, which may raise, and the process is asked for a sign of life.
+    Raises TimeoutError when none comes within `patience_s` seconds, RayError when it died, and the call's error.
+    """
+    asked = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({asked}, timeout=patience_s))[0]:
+            check()
+            await meet_worker(worker, host, patience_s)
+        return await asked
+    finally:
+        asked.cancel()
+        asked.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
 def find_workers(worker_group_id: str) -> dict[int, tuple[int, Any]]:
     """rank -> (incarnation, handle) of the worker group's living workers, the last incarnation of each rank."""
     found: dict[int, tuple[int, Any]] = {}

@@ -27,11 +27,11 @@ from actors.coordination.model_record import ModelRecord, Placement, stopped
 from actors.coordination.nodes import ACTOR_GONE
 from actors.coordination.planner import in_message
 from actors.coordination.run_parts import RunParts
-from actors.coordination.spawn import alongside, finished, settled
+from actors.coordination.spawn import alongside, answer_of, finished, settled
 from cluster.errors import ModelBroken, UpdateFailed, UpdateRefused
-from cluster.fit.needs import check_update_fit
+from cluster.fit.needs import check_update_fit, larger_claims
 from cluster.joining.node_tasks import unwrapped
-from cluster.messages import AgentBeat, NodeJob
+from cluster.messages import AgentBeat, NodeJob, RankBeat
 from cluster.planning.update_plan import PackedUpdate
 from cluster.request import UpdateRequest
 from cluster.scheduling.update_state import RankStep, UpdateLife, UpdatePhase, is_decided
@@ -57,6 +57,8 @@ class UpdateRun:
         self._alarm: LongshoreError | None = None  # why the update cannot go on, by what agents say
         self._alarmed = asyncio.Event()
         self._incarnations: dict[int, tuple[str, int]] = {}  # of the workers that stage: node, incarnation
+        self._resumed = False  # an earlier coordinator began it, and had the tables of what changed
+        self._forgot: set[str] = set()  # nodes whose agent has nothing of a stream that was resumed
         self._sources: dict[str, int] = {}
 
     async def run(self, asked: UpdateRequest) -> UpdateReport:
@@ -77,7 +79,9 @@ class UpdateRun:
         self._check_ready()  # nothing is awaited from here until the update is noted
         self._incarnations = _incarnations(record)
         base = "" if record.broken else saved.base
-        record.changes.begin(saved, UpdateLife.new(len(record.placements), streaming=saved.streaming), self._heard)
+        life = UpdateLife.new(len(record.placements), streaming=saved.streaming)
+        record.changes.begin(saved, life, self._heard)
+        record.changes.promise(host_bytes, update.ranks)
         try:
             await save(record)
             await self._begin(update, host_bytes)
@@ -140,7 +144,8 @@ class UpdateRun:
         for store in stores[:1]:
             record.proven(record.request.client_id, store)
         life = UpdateLife(UpdatePhase.EXCHANGING, (RankStep.STAGED,) * len(record.placements))
-        record.changes.begin(record.changes.update or saved, life, lambda beat: None)
+        self._resumed = True
+        record.changes.begin(record.changes.update or saved, life, self._heard)
         self._incarnations = _incarnations(record)
         record.changes.lead(saved.update_id, self._finish(saved))
 
@@ -193,6 +198,7 @@ class UpdateRun:
         """Return the host memory that each rank takes that has something to read. Raises DoesNotFit."""
         record = self._record
         order = sorted(record.nodes)
+        before = claims_of(self._parts.models.values(), record)
         facts = await nodes.facts_of(order, self._parts.agents.ask)
         reads = [rank for rank, each in enumerate(update.ranks) if each.read_bytes]
         ranks = {rank: update.ranks[rank] for rank in reads}
@@ -203,7 +209,7 @@ class UpdateRun:
             self._parts.config,
             record.request.device,
             streaming=streaming,
-            claims=claims_of(self._parts.models.values(), record),
+            claims=larger_claims(before, claims_of(self._parts.models.values(), record)),
         )
         if misfit is not None:
             raise misfit
@@ -237,20 +243,30 @@ class UpdateRun:
 
     def _heard(self, beat: AgentBeat) -> None:
         """Take a heartbeat: a rank may be stuck, or an agent restarted, which begins again then."""
-        here = [job for node_id, job in self._jobs if node_id == beat.node_id]
-        if not here:
+        update = self._record.changes.update
+        if update is None:
             return
-        load_id = here[0].load_id
         known = {(load.load_id, load.attempt) for load in beat.loads}
         for rank in beat.ranks:
-            if rank.load_id == load_id:
+            if rank.load_id == update.load_id:
                 self._record.changes.has_read(rank.rank, rank.placed_bytes)
-            if rank.load_id == load_id and not rank.done and rank.silent_s > self._parts.config.stuck_after_s:
-                self._fail(UpdateFailed("a rank does not answer", rank=rank.rank, silent_s=round(rank.silent_s, 1)))
-        missing = [job for job in here if job.part not in known]
+                if not rank.done and rank.silent_s > self._parts.config.stuck_after_s:
+                    self._note_silent(rank)
+        if self._resumed and update.streaming and update.load_id not in {load_id for load_id, _ in known}:
+            self._forgot.add(beat.node_id)
+        missing = [job for node_id, job in self._jobs if node_id == beat.node_id and job.part not in known]
         if missing and (beat.node_id not in self._again or self._again[beat.node_id].done()):
             again = alongside(*(self._begin_job_again(beat.node_id, job) for job in missing))
             self._again[beat.node_id] = asyncio.get_running_loop().create_task(again)
+
+    def _note_silent(self, rank: RankBeat) -> None:
+        """End an update whose rank says nothing to its agent. If it streams, it was decided: end the worker only."""
+        if not self._is_streaming:
+            self._fail(UpdateFailed("a rank does not answer", rank=rank.rank, silent_s=round(rank.silent_s, 1)))
+        elif rank.pid:  # else it waits for calls that run, and is asked itself whether it lives
+            placement = self._record.placements.get(rank.rank)
+            if placement is not None and placement.worker is not None and placement.incarnation == rank.incarnation:
+                spawn.end_actor(placement.worker)
 
     async def _begin_job_again(self, node_id: str, job: NodeJob) -> None:
         try:
@@ -296,7 +312,15 @@ class UpdateRun:
         try:
             asked = worker.stage_update.options(concurrency_group="control").remote(job, shared)
             await asyncio.wait_for(asked, self._parts.config.stuck_after_s)
-            await worker.update_outcome.options(concurrency_group="wait").remote(record.model_id, update_id)
+            ended = worker.update_outcome.options(concurrency_group="wait").remote(record.model_id, update_id)
+            await answer_of(worker, placement.host, ended, self._parts.config.stuck_after_s)
+        except TimeoutError as error:
+            if self._is_streaming:
+                await asyncio.to_thread(spawn.end_actor, worker)
+                return  # its replacement loads the new revision
+            raise UpdateFailed(
+                f"rank {placement.rank} does not answer", rank=placement.rank, host=placement.host
+            ) from error
         except ACTOR_GONE as error:
             if self._is_streaming:
                 return  # its replacement loads the new revision
@@ -359,13 +383,19 @@ class UpdateRun:
                 model=record.model_id,
             )
         await save(record)
-        who = {"rank": error.details["rank"]} if "rank" in error.details else {}
+        about = {"model": record.model_id, "cause": type(error).__name__}
+        if "rank" in error.details:
+            about["rank"] = error.details["rank"]
+        if record.broken:
+            return UpdateFailed(
+                f"the update ended before its exchange; ranks have contents of two revisions, as before: {error}",
+                hint="update the model again, or release it",
+                **about,
+            )
         return UpdateFailed(
             f"the update ended before its exchange; every rank has revision {saved.base[:12]}: {error}",
-            model=record.model_id,
             revision=saved.base,
-            cause=type(error).__name__,
-            **who,
+            **about,
         )
 
     async def _drop_on_ranks(self, update_id: str) -> None:
@@ -402,14 +432,24 @@ class UpdateRun:
         await save(record)
 
     async def _exchange_rank(self, placement: Placement, saved: SavedUpdate) -> None:
-        """Let one rank exchange. One that cannot is ended: its replacement loads the new revision."""
+        """Let one rank exchange. One that cannot, or does not answer, is ended: its replacement has the new revision.
+
+        It may wait for its calls for as long as they run.
+        """
         record, rank, worker = self._record, placement.rank, placement.worker
         same = (placement.node_id, placement.incarnation) == self._incarnations.get(rank)
         exchanged = False
         if same and worker is not None:
             try:
-                await worker.exchange_update.options(concurrency_group="wait").remote(
+                asked = worker.exchange_update.options(concurrency_group="wait").remote(
                     record.model_id, saved.update_id, saved.revision
+                )
+                await answer_of(
+                    worker,
+                    placement.host,
+                    asked,
+                    self._parts.config.stuck_after_s,
+                    lambda: self._check_reads(placement),
                 )
                 exchanged = True
             except ACTOR_GONE:
@@ -421,6 +461,11 @@ class UpdateRun:
             record.changes.move(life.exchanged(rank) if exchanged else life.lost(rank))
         if same and not exchanged:  # else it was replaced before
             await self._wait_replaced(placement, worker)
+
+    def _check_reads(self, placement: Placement) -> None:
+        """Raise UpdateFailed for a rank that streams by an agent which was restarted and cannot go on with it."""
+        if placement.node_id in self._forgot:
+            raise UpdateFailed("the rank's agent was restarted", rank=placement.rank, host=placement.host)
 
     async def _wait_replaced(self, placement: Placement, worker: Any) -> None:
         """Return when the rank has another worker, or the model is over: it is not ready with the dead one."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,20 +129,29 @@ def busy(shard: Any, gate: str) -> None:
         time.sleep(0.05)
 
 
+@contextmanager
+def call_on_rank(
+    model: cluster.LoadedModel, rank: int, gate: Path, pool: ThreadPoolExecutor
+) -> Iterator[Callable[[], None]]:
+    """A call that runs on one rank until the block ends, or what it yields is called."""
+    call = pool.submit(model.call, busy, str(gate), ranks=[rank])
+    try:
+        eventually(lambda: Path(f"{gate}.begun").exists(), "the call does not begin")
+        yield gate.touch
+    finally:
+        gate.touch()
+        call.exception(60)
+
+
 @pytest.fixture
 def half_exchanged(
     longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> Iterator[tuple[Any, Future[Any], Callable[[], None]]]:
     """A model of which rank 1 has the new revision, and rank 0 waits for a call: (model, its update, end the call)."""
-    gate = tmp_path / "gate"
-    with loaded(llama) as model:
-        call = pool.submit(model.call, busy, str(gate), ranks=[0])
-        eventually(lambda: Path(f"{gate}.begun").exists(), "the call does not begin")
+    with loaded(llama) as model, call_on_rank(model, 0, tmp_path / "gate", pool) as end_call:
         running = pool.submit(model.update, next_llama.uri, timeout_s=300)
         eventually(lambda: any("exchanged" in m.update for m in longshore.models()), "nothing is exchanged")
-        yield model, running, gate.touch
-        gate.touch()
-        call.exception(60)
+        yield model, running, end_call
     longshore.assert_nothing_left()
 
 
@@ -149,6 +160,17 @@ def test_a_worker_killed_in_the_exchange(longshore: Longshore, half_exchanged: A
     model, running, _ = half_exchanged
     longshore.kill(sorted(longshore.worker_pids())[0])
     assert running.result(200).ranks == ("replaced", "exchanged")
+    assert is_exact(model, next_llama)
+
+
+@pytest.mark.cluster_settings(stuck_after_s=5)
+def test_a_worker_stopped_in_the_exchange(longshore: Longshore, half_exchanged: Any, next_llama: StoredModel) -> None:
+    """It is replaced like one that died. One that waits for a call, and answers, is not."""
+    model, running, _ = half_exchanged
+    with pytest.raises(TimeoutError):
+        running.result(15)
+    longshore.kill(sorted(longshore.worker_pids())[0], signal.SIGSTOP)
+    assert running.result(120).ranks == ("replaced", "exchanged")
     assert is_exact(model, next_llama)
 
 
@@ -211,6 +233,85 @@ def test_a_worker_killed_while_it_streams(
     longshore.assert_nothing_left()
 
 
+@pytest.mark.cluster_settings(empty=True, stuck_after_s=5)
+def test_a_stream_waits_for_calls(
+    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """A rank that waits for a call has not said hello to its agent, for however long: it is not stuck."""
+    with loaded(llama) as model:
+        with call_on_rank(model, 0, tmp_path / "gate", pool):
+            running = pool.submit(model.update, next_llama.uri, streaming=True, timeout_s=300)
+            with pytest.raises(TimeoutError):
+                running.result(20)
+        assert running.result(200).ranks == ("exchanged",) * RANKS
+        assert is_exact(model, next_llama)
+    longshore.assert_nothing_left()
+
+
+@pytest.mark.cluster_settings(empty=True, stuck_after_s=5)
+def test_a_worker_stopped_before_it_streams(
+    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    with loaded(llama) as model:
+        with call_on_rank(model, 0, tmp_path / "gate", pool):
+            running = pool.submit(model.update, next_llama.uri, streaming=True, timeout_s=300)
+            eventually(lambda: any("is read" in m.update for m in longshore.models()), "nothing is read")
+            longshore.kill(sorted(longshore.worker_pids())[0], signal.SIGSTOP)
+            assert running.result(200).ranks == ("replaced", "exchanged")
+        assert is_exact(model, next_llama)
+    longshore.assert_nothing_left()
+
+
+@pytest.mark.cluster_settings(empty=True)
+def test_the_coordinator_killed_while_ranks_stream(
+    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
+) -> None:
+    longshore.configure(empty=True)
+    with loaded(llama) as model:
+        with HalfUpdate(longshore, model, next_llama, pool, streaming=True) as half:
+            longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+            half.proxy.open()
+            report = half.running.result(200)
+        assert (report.resumed, report.ranks) == (True, ("exchanged",) * RANKS)
+        assert is_exact(model, next_llama)
+    longshore.assert_nothing_left()
+
+
+@pytest.mark.cluster_settings(empty=True)
+def test_an_agent_killed_while_ranks_stream(
+    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
+) -> None:
+    longshore.configure(empty=True)
+    with loaded(llama) as model:
+        with HalfUpdate(longshore, model, next_llama, pool, streaming=True) as half:
+            (agent,) = longshore.actor_names("agent-")
+            longshore.wait_restarted(agent, longshore.kill(agent))
+            half.proxy.open()
+            assert half.running.result(200).ranks == ("exchanged",) * RANKS
+        assert is_exact(model, next_llama)
+    longshore.assert_nothing_left()
+
+
+@pytest.mark.cluster_settings(empty=True, stuck_after_s=5)
+def test_coordinator_then_agent_killed_while_ranks_stream(
+    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
+) -> None:
+    """Nobody has the tables of the stream any more: ranks that have not read all of it are replaced."""
+    longshore.configure(empty=True, stuck_after_s=5)
+    with loaded(llama) as model:
+        with HalfUpdate(longshore, model, next_llama, pool, streaming=True) as half:
+            longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+            eventually(lambda: any("restarted" in m.update for m in longshore.models()), "it does not go on")
+            (agent,) = longshore.actor_names("agent-")
+            longshore.wait_restarted(agent, longshore.kill(agent))
+            half.proxy.open()
+            report = half.running.result(200)
+        assert report.resumed
+        assert "replaced" in report.ranks
+        assert is_exact(model, next_llama)
+    longshore.assert_nothing_left()
+
+
 @pytest.mark.cluster_settings(empty=True)
 def test_damaged_bytes_end_an_update(
     longshore: Longshore, llama: StoredModel, next_llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel]
@@ -232,6 +333,8 @@ def test_damaged_bytes_end_an_update(
             model.update(damaged.uri, streaming=True)
         with pytest.raises(cluster.ModelBroken):
             model.call(len)
+        with pytest.raises(cluster.UpdateFailed, match="contents of two revisions, as before"):
+            model.update(damaged.uri)
         for shard, data in whole.items():
             shard.write_bytes(data)
         notice(damaged.server, damaged.in_bucket)

@@ -15,6 +15,7 @@ import cluster
 from cluster import client
 from cluster.config import Config
 from storage.errors import LongshoreError
+from tests.support.changed_models import changed_copy
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.hf_models import FAMILIES, SHARD_BYTES, make_tiny
 from tests.support.ray_clusters import ENVIRONMENT, TEST_SETTINGS, environment, new_ray_cluster, variables
@@ -58,6 +59,10 @@ def product(shard: Any) -> tuple[str, float]:
     return str(weight.device), float((weight * 2).sum())
 
 
+def addresses(shard: Any) -> list[int]:
+    return [tensor.data_ptr() for tensor in shard.values()]
+
+
 def held_bytes(_: Any) -> int:
     return int(torch.cuda.memory_allocated())
 
@@ -75,6 +80,22 @@ def test_a_load_into_workers_with_gpus(gpu_cluster: str, tmp_path: Path, precisi
             assert model.call(held_bytes) == [pytest.approx(rank.device_bytes, abs=1 << 20)]
             if not precision:
                 assert model.call(shard_differs, str(tmp_path), 1, 1, TINY_KV_HEADS) == [[]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_model_on_a_gpu_is_updated_in_place(gpu_cluster: str, tmp_path: Path, streaming: bool) -> None:
+    old = tmp_path / "old"
+    write_tiny_llama(old)
+    new = changed_copy(old, tmp_path / "new")
+    for folder in (old, new):
+        cluster.publish(folder, chunk_bytes=1 << 20)
+    with cluster.load(str(old), device="cuda", address=gpu_cluster) as model:
+        before = model.call(addresses)
+        report = model.update(str(new), streaming=streaming)
+        assert report.ranks == ("exchanged",)
+        assert report.changed_tensors
+        assert model.call(addresses) == before
+        assert model.call(shard_differs, str(new), 1, 1, TINY_KV_HEADS) == [[]]
 
 
 def test_a_worker_that_dies_gives_its_gpu_back(gpu_cluster: str, tmp_path: Path) -> None:

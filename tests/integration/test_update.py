@@ -227,6 +227,54 @@ def test_a_quantized_checkpoint_is_updated(longshore: Longshore, gptq: list[Stor
     check_update(longshore, old, new, {"qweight", "qzeros", "scales"})
 
 
+def tied_head(shard: Any) -> tuple[bool, bool]:
+    """Fill a module whose head is its embedding, once in a process.
+
+    Return whether both still are the shard's one tensor, and whether the module was filled just now.
+    """
+    import sys
+
+    import torch
+
+    rows, module, is_new = shard["model.embed_tokens.weight"], getattr(sys, "tied_head", None), False
+    if module is None:
+        is_new = True
+        with torch.device("meta"):
+            module = torch.nn.Module()
+            module.model = torch.nn.Module()
+            module.model.embed_tokens = torch.nn.Embedding(*rows.shape, dtype=rows.dtype)
+            module.lm_head = torch.nn.Linear(*reversed(rows.shape), bias=False, dtype=rows.dtype)
+            module.lm_head.weight = module.model.embed_tokens.weight
+        shard.into(module, strict=False)
+        sys.tied_head = module
+    head, embedding = module.lm_head.weight, module.model.embed_tokens.weight
+    return head is embedding and head.data_ptr() == rows.data_ptr(), is_new
+
+
+def test_tied_weights_stay_tied_and_are_read_once(longshore: Longshore, s3_server: EmbeddedS3, tmp_path: Path) -> None:
+    """Both stages of a pipeline have the embedding: the last one as its head."""
+    name, shape = "model.embed_tokens.weight", {"hidden": 512, "layers": 2, "intermediate": 1408, "vocab": 4000}
+    write_llama_checkpoint(
+        tmp_path / "old", **shape, heads=HEADS, kv_heads=KV_HEADS, shards=1, seed=3, tie_word_embeddings=True
+    )
+    old = publish_to(s3_server, tmp_path / "old", "tied")
+    new = publish_to(s3_server, changed_copy(old.folder, tmp_path / "new", [name]), "tied-next")
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        options = options_of(old, pipeline_parallel_size=2, endpoint_url=proxy.endpoint_url)
+        with cluster.load(old.uri, **options) as model:
+            assert model.call(tied_head) == [(True, True)] * 2
+            before, whole_bytes = model.call(digests), weights_read(proxy)
+            report = model.update(new.uri)
+            assert weights_read(proxy) - whole_bytes == report.read_bytes == report.changed_bytes
+            assert 512 * 4000 * 2 <= report.read_bytes <= 512 * 4000 * 2 + (2 << 20)  # it lies in whole chunks
+            assert model.call(tied_head) == [(True, False)] * 2
+            (first, last), after = before, model.call(digests)
+            assert first[name] == last[name] != after[0][name] == after[1][name]
+        with cluster.load(new.uri, **options) as model:
+            assert model.call(digests) == after
+    longshore.assert_nothing_left()
+
+
 def slow_sum(shard: Any, seconds: float) -> bool:
     import time
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from actors.coordination.fit import claims_of, new_workers
 from actors.coordination.jobs import SavedLoad
+from actors.coordination.model_changes import SavedUpdate
 from actors.coordination.model_record import ModelRecord, Placement
 from cluster.fit.needs import WORKER_BYTES
 from cluster.layouts.mesh import Layout
@@ -14,6 +15,7 @@ from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.topology import NodeInfo
+from cluster.scheduling.update_state import UpdateLife
 from cluster.telemetry.report import RankReport, StageTimes
 from storage.host.memory import MemoryPool
 from storage.store_ref import StoreRef
@@ -46,6 +48,30 @@ def test_a_promise_shrinks_with_what_is_placed() -> None:
     record.placements[0].placed_bytes = 0  # its worker was lost, and a new one takes it all again
     assert claimed(record) == {"n0": 100, "n1": 90}
     assert claims_of([record], record) == []
+
+
+def test_an_update_promises_what_it_has_not_staged() -> None:
+    record, life = model(), UpdateLife.new(2, streaming=False)
+    record.host_bytes = {}
+    record.changes.begin(SavedUpdate("u", REQUEST, "r1", "r2", "", streaming=False), life, lambda beat: None)
+    record.changes.promise({0: 110, 1: 110}, (RankFacts(90, 90, 360, 20),) * 2)
+    assert claimed(record) == {"n0": 110, "n1": 110}
+    record.changes.has_read(0, 180)
+    assert claimed(record) == {"n0": 65, "n1": 110}
+    record.changes.move(life.staged(0))
+    assert claimed(record) == {"n1": 110}
+    record.changes.forget()
+    assert claimed(record) == {}
+
+
+def test_a_stream_promises_what_it_converts() -> None:
+    record = model()
+    record.host_bytes = {}
+    streaming = SavedUpdate("u", REQUEST, "r1", "r2", "", streaming=True)
+    record.changes.begin(streaming, UpdateLife.new(2, streaming=True), lambda beat: None)
+    record.changes.promise({0: 20}, (RankFacts(90, 90, 360, 20),) * 2)
+    record.changes.has_read(0, 360)
+    assert claimed(record) == {"n0": 20}
 
 
 def test_converted_tensors_take_less_than_their_placed_bytes() -> None:
