@@ -240,11 +240,11 @@ def test_memory_is_promised_while_an_update_stages(monkeypatch: pytest.MonkeyPat
         model = Model(monkeypatch)
         model.begin(streaming=False)
         await model.heard()
-        assert model.record.bytes_to_stage([0, 1]) == 180
+        assert model.record.changes.bytes_to_stage([0, 1]) == 180
         for worker in model.workers:
             worker.done()
         await model.report()
-        assert model.record.bytes_to_stage([0, 1]) == 0
+        assert model.record.changes.bytes_to_stage([0, 1]) == 0
 
     asyncio.run(run())
 
