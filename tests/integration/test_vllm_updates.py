@@ -6,12 +6,8 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +15,16 @@ from typing import Any
 import pytest
 
 from tests.support.counting_proxy import CountingProxy
-from tests.support.engines import REPOSITORY, chunks_read, config_folder, damage, python_of, revisions_of, tokens_of
-from tests.support.free_ports import free_ports
+from tests.support.engines import (
+    REPOSITORY,
+    EngineServer,
+    chunks_read,
+    config_folder,
+    damage,
+    python_of,
+    revisions_of,
+    tokens_of,
+)
 from tests.support.stored_models import StoredModel, publish_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -180,44 +184,8 @@ def test_a_worker_killed_in_the_exchange_ends_the_engine(session: Session, model
     assert "a rank is gone. This one has all of the new revision" in session.said, session.said[-6000:]
 
 
-class Server:
+class Server(EngineServer):
     """vLLM's HTTP server, with the routes of its development mode."""
-
-    def __init__(self, python: Path, options: list[str], variables: dict[str, str], log: Path) -> None:
-        (port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = log
-        with log.open("w") as said:
-            self._process = subprocess.Popen(
-                [python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(port)],
-                env={**os.environ, **variables, "VLLM_SERVER_DEV_MODE": "1"},
-                cwd=log.parent,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
-        give_up_s = time.monotonic() + 300
-        while self.get("/health")[0] != 200:
-            assert self._process.poll() is None, log.read_text()[-6000:]
-            assert time.monotonic() < give_up_s, log.read_text()[-6000:]
-            time.sleep(0.5)
-
-    def get(self, path: str) -> tuple[int, str]:
-        return self._ask(urllib.request.Request(self.url + path))
-
-    def post(self, path: str, **body: Any) -> tuple[int, str]:
-        data = json.dumps(body).encode()
-        return self._ask(urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}))
-
-    def _ask(self, request: urllib.request.Request) -> tuple[int, str]:
-        """Return the status, 0 if there is none, and what came."""
-        try:
-            with urllib.request.urlopen(request, timeout=100) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except OSError as error:
-            return 0, str(error)
 
     def tokens(self) -> list[int]:
         sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -230,15 +198,6 @@ class Server:
         found = re.search(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         assert found is not None
         return float(found[1])
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
 
 
 def update_over(server: Server, model: StoredModel) -> int:
@@ -257,9 +216,11 @@ def test_updates_over_http(
     options += ["--weight-transfer-config", json.dumps(OPTIONS["weight_transfer_config"]), "--block-size", "32"]
     folder = config_folder(models["a"], proxy, tmp_path / "config")
     server = Server(
-        python_of("vllm"),
-        ["--model", folder, "--skip-tokenizer-init", "--enable-scale-out", *options],
-        variables_of(s3_server, tmp_path),
+        [
+            *(python_of("vllm"), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", folder, "--skip-tokenizer-init", "--enable-scale-out", *options),
+        ],
+        {**variables_of(s3_server, tmp_path), "VLLM_SERVER_DEV_MODE": "1"},
         tmp_path / "log",
     )
     with contextlib.closing(server):
