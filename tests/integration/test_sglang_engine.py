@@ -5,6 +5,7 @@ SGLang runs in an environment of its own (`tests/engine_environments/make.sh sgl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from tests.support.counting_proxy import CountingProxy
 from tests.support.engines import (
     REPOSITORY,
+    EngineServer,
     bytes_read,
     chunks_read,
     config_folder,
@@ -78,6 +80,35 @@ if __name__ == "__main__":
     engine.shutdown()
 """
 
+# SGLang's server. The last rank dies in the step of an update that the file `die` names. Every process imports this.
+SERVER = """
+import os, signal, sys
+from engines.resident_weights import Update
+
+def dying(step):
+    original = getattr(Update, step)
+
+    def method(update):
+        from sglang.srt.distributed.parallel_state import get_world_group
+
+        if os.path.exists("die") and open("die").read() == step and get_world_group().rank_in_group == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(update)
+
+    setattr(Update, step, method)
+
+dying("prepare")
+dying("exchange")
+
+if __name__ == "__main__":
+    from sglang.launch_server import load_plugins, prepare_server_args, run_server
+
+    load_plugins()
+    run_server(prepare_server_args(sys.argv[1:]))
+"""
+PROMPT = tuple(range(10, 50))  # several pages of the prefix cache
+PAGE_TOKENS = 8
+
 
 @pytest.fixture(scope="module")
 def python() -> Path:
@@ -94,21 +125,25 @@ def models(s3_server: Any, folders: dict[str, Path]) -> dict[str, StoredModel]:
     return {name: publish_to(s3_server, path, f"sglang-{name}-{os.getpid()}") for name, path in folders.items()}
 
 
-def run(python: Path, server: Any, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def variables_of(server: Any, folder: Path) -> dict[str, str]:
+    """Return what an engine's processes find in their environment."""
     keys = server.credentials()
     runtime = folder / "run"
     runtime.mkdir(mode=0o700, exist_ok=True)
+    return {
+        "AWS_ACCESS_KEY_ID": keys.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
+        "HF_HUB_OFFLINE": "1",
+        "LONGSHORE_GROUP_PATIENCE_S": "120",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "XDG_RUNTIME_DIR": str(runtime),
+    }
+
+
+def run(python: Path, server: Any, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [python, *command],
-        env={
-            **os.environ,
-            "AWS_ACCESS_KEY_ID": keys.access_key_id,
-            "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
-            "HF_HUB_OFFLINE": "1",
-            "LONGSHORE_GROUP_PATIENCE_S": "120",
-            "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-            "XDG_RUNTIME_DIR": str(runtime),
-        },
+        env={**os.environ, **variables_of(server, folder)},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -183,6 +218,77 @@ def test_two_ranks_take_revisions_in_place(
         assert len(read) == len(set(read)) > 0, name
     assert 0 < bytes_of(chunks, models["few"]) < 0.09 * size_of(folders["few"])
     assert bytes_of(chunks, models["wide"]) == 0
+
+
+class Server(EngineServer):
+    """SGLang's HTTP server with two ranks, one of which can be made to die."""
+
+    def __init__(self, python: Path, server: Any, model: str, where: Path) -> None:
+        where.mkdir()
+        script = where / "server.py"
+        script.write_text(SERVER)
+        options = {**OPTIONS, "tp_size": 2, "page_size": PAGE_TOKENS, "skip_server_warmup": True}
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not True]
+        given += [f"--{name.replace('_', '-')}" for name, value in options.items() if value is True]
+        command = [python, script, "--model-path", model, "--load-format", "private", "--skip-tokenizer-init", *given]
+        super().__init__(command, variables_of(server, where), where / "log")
+
+    def tokens(self) -> tuple[list[int], int]:
+        """Return what the model writes after the prompt, and how much of the prompt was in the prefix cache."""
+        sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        status, text = self.post("/generate", input_ids=PROMPT, sampling_params=sampling)
+        assert status == 200, text
+        found = json.loads(text)
+        return found["output_ids"], found["meta_info"]["cached_tokens"]
+
+    def update(self, uri: str, **more: Any) -> tuple[int, str]:
+        return self.post("/update_weights_from_disk", model_path=uri, **more)
+
+    def die_in(self, step: str, uri: str) -> tuple[int, str, str]:
+        """Kill rank 1 in a step of an update. Return the answer, and the log of the server that ended of it."""
+        (self.log.parent / "die").write_text(step)
+        status, text = self.update(uri)
+        self.process.wait(60)
+        return status, text, self.log.read_text()
+
+
+def test_updates_over_http(
+    python: Path, s3_server: Any, folders: dict[str, Path], models: dict[str, StoredModel], tmp_path: Path
+) -> None:
+    """A rank that is killed in the last update leaves the new revision to the other, and to the next start."""
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        first, next_start = (config_folder(models[name], proxy, tmp_path / name) for name in ("a", "b"))
+        before = {name: tokens_of(folders[name], PROMPT) for name in ("a", "few", "b")}
+        with contextlib.closing(Server(python, s3_server, first, tmp_path / "one")) as server:
+            assert server.tokens() == (before["a"], 0)
+            tokens, cached = server.tokens()
+            assert tokens == before["a"]
+            assert cached >= 2 * PAGE_TOKENS
+            status, text = server.update(models["few"].uri)
+            assert status == 200, text
+            assert 0 < bytes_of(chunks_read(proxy), models["few"]) < 0.09 * size_of(folders["few"])
+            assert server.tokens() == (before["few"], 0)
+            status, text = server.update(models["wide"].uri)
+            assert status == 400
+            assert "differs in more than contents" in text
+            tokens, cached = server.tokens()
+            assert tokens == before["few"]
+            assert cached >= 2 * PAGE_TOKENS
+            # If nobody empties the cache, the tokens are those of neither revision.
+            assert server.update(models["a"].uri, flush_cache=False)[0] == 200
+            tokens, cached = server.tokens()
+            assert cached >= 2 * PAGE_TOKENS
+            assert tokens != before["a"]
+            status, text, log = server.die_in("exchange", models["b"].uri)
+            assert status != 200
+            assert "ModelBroken" in log, log[-6000:]
+            assert "a rank is gone. This one has all of the new revision" in log
+        with contextlib.closing(Server(python, s3_server, next_start, tmp_path / "two")) as server:
+            assert server.tokens() == (before["b"], 0)
+            status, text, log = server.die_in("prepare", models["a"].uri)
+            assert status != 200
+            assert "UpdateFailed" in log, log[-6000:]
+            assert "a rank is gone. This one has the revision that it had" in log
 
 
 def test_only_methods_that_pack_nothing_take_updates(python: Path) -> None:

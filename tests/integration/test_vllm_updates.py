@@ -6,13 +6,9 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import textwrap
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,16 @@ from typing import Any
 import pytest
 
 from tests.support.counting_proxy import CountingProxy
-from tests.support.engines import REPOSITORY, chunks_read, config_folder, damage, python_of, revisions_of, tokens_of
-from tests.support.free_ports import free_ports
+from tests.support.engines import (
+    REPOSITORY,
+    EngineServer,
+    chunks_read,
+    config_folder,
+    damage,
+    python_of,
+    revisions_of,
+    tokens_of,
+)
 from tests.support.stored_models import StoredModel, publish_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -206,44 +210,8 @@ def test_a_worker_killed_while_it_stages_ends_the_engine(
         check_killed(session, models["b"], "Watch", "named", "the revision that it had")
 
 
-class Server:
+class Server(EngineServer):
     """vLLM's HTTP server, with the routes of its development mode."""
-
-    def __init__(self, python: Path, options: list[str], variables: dict[str, str], log: Path) -> None:
-        (port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = log
-        with log.open("w") as said:
-            self._process = subprocess.Popen(
-                [python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(port)],
-                env={**os.environ, **variables, "VLLM_SERVER_DEV_MODE": "1"},
-                cwd=log.parent,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
-        give_up_s = time.monotonic() + 300
-        while self.get("/health")[0] != 200:
-            assert self._process.poll() is None, log.read_text()[-6000:]
-            assert time.monotonic() < give_up_s, log.read_text()[-6000:]
-            time.sleep(0.5)
-
-    def get(self, path: str) -> tuple[int, str]:
-        return self._ask(urllib.request.Request(self.url + path))
-
-    def post(self, path: str, **body: Any) -> tuple[int, str]:
-        data = json.dumps(body).encode()
-        return self._ask(urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}))
-
-    def _ask(self, request: urllib.request.Request) -> tuple[int, str]:
-        """Return the status, 0 if there is none, and what came."""
-        try:
-            with urllib.request.urlopen(request, timeout=100) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except OSError as error:
-            return 0, str(error)
 
     def tokens(self) -> list[int]:
         sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -256,15 +224,6 @@ class Server:
         found = re.search(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         assert found is not None
         return float(found[1])
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
 
 
 def update_over(server: Server, model: StoredModel) -> int:
@@ -283,9 +242,11 @@ def test_updates_over_http(
     options += ["--weight-transfer-config", json.dumps(OPTIONS["weight_transfer_config"])]
     folder = config_folder(models["a"], proxy, tmp_path / "config")
     server = Server(
-        python_of("vllm"),
-        ["--model", folder, "--skip-tokenizer-init", "--enable-scale-out", *options],
-        variables_of(s3_server, tmp_path),
+        [
+            *(python_of("vllm"), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", folder, "--skip-tokenizer-init", "--enable-scale-out", *options),
+        ],
+        {**variables_of(s3_server, tmp_path), "VLLM_SERVER_DEV_MODE": "1"},
         tmp_path / "log",
     )
     with contextlib.closing(server):

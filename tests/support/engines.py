@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import cluster
 from tests.support.counting_proxy import CountingProxy
+from tests.support.free_ports import free_ports
 from tests.support.hf_models import make_tiny
 from tests.support.stored_models import StoredModel
 
@@ -101,3 +109,57 @@ def damage(model: StoredModel) -> None:
     stored = model.in_bucket / "model.safetensors"
     data = stored.read_bytes()
     stored.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+
+
+class EngineServer:
+    """The HTTP server of an engine, in a process of the engine's environment."""
+
+    def __init__(self, command: list[Any], variables: dict[str, str], log: Path) -> None:
+        """Start it and wait until it is healthy. `command` is followed by its port."""
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("w") as said:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(port)],
+                env={**os.environ, **variables},
+                cwd=log.parent,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+        give_up_s = time.monotonic() + 300
+        try:
+            while self.get("/health")[0] != 200:
+                assert self.process.poll() is None, log.read_text()[-6000:]
+                assert time.monotonic() < give_up_s, log.read_text()[-6000:]
+                time.sleep(0.5)
+        except BaseException:
+            self.close()
+            raise
+
+    def get(self, path: str) -> tuple[int, str]:
+        return self._ask(urllib.request.Request(self.url + path))
+
+    def post(self, path: str, **body: Any) -> tuple[int, str]:
+        data = json.dumps(body).encode()
+        return self._ask(urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}))
+
+    def _ask(self, request: urllib.request.Request) -> tuple[int, str]:
+        """Return the status, 0 if there is none, and what came."""
+        try:
+            with urllib.request.urlopen(request, timeout=100) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError as error:
+            return 0, str(error)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
