@@ -444,8 +444,11 @@ class ChunkFlow:
         Return the ended keys.
         """
         ended: set[bytes] = set()
-        for place in self.ranks.values() if self.peers is not None and self.peers.slow_store.is_slow else ():
-            for lease_id in [lease_id for lease_id in place.leases if self.peers.hands_over(lease_id)]:
+        peers = self.peers
+        if peers is None or not peers.slow_store.is_slow:
+            return ended
+        for place in self.ranks.values():
+            for lease_id in [lease_id for lease_id in place.leases if peers.hands_over(lease_id)]:
                 chunk = place.leases[lease_id]
                 self.hedges.close(place, lease_id, now_s)
                 self.queue.requeue(chunk, None, "", now_s=now_s)

@@ -340,9 +340,9 @@ class ChunkFetcher:
             finally:
                 del self._running[lease.lease_id]
             with self._peers_lock:
-                commit = fetched.commit
-                peer = None if commit is None or commit.peer < 0 else lease.peers[commit.peer].peer
-                came = commit is not None
+                done = fetched.commit
+                peer = None if done is None or done.peer < 0 else lease.peers[done.peer].peer
+                came = done is not None
                 self._patience.ended(lease.lease_id, lease.chunk, time.monotonic(), came=came, peer=peer)
         if fetched.failure is not None:
             empty_frames(fetched.failure.error)  # a failure that no message takes along would keep the arena mapped

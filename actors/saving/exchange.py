@@ -126,7 +126,9 @@ class Ranks:
         self._watch = _Watch(store, prefix, self.rank, self.size, timeout_s)
         threading.Thread(target=self._run, name="save-exchange", daemon=True).start()
         try:
-            self._group = self.run(lambda: self._join(members, dist.PrefixStore(prefix, store) if own else None))
+            self._group = self.run(
+                lambda: self._join(members, dist.distributed_c10d.PrefixStore(prefix, store) if own else None)
+            )
         except BaseException as error:
             self.close(error)
             raise

@@ -244,7 +244,7 @@ def _is_same(store: ObjectStore, first: SourceTensor, other: SourceTensor) -> bo
                 values = np.ndarray(copy.shape, f"V{width}", raw, 0, copy.from_strides)
                 np.ndarray(copy.shape, f"V{width}", data.data, copy.to_offset_bytes, copy.to_strides)[...] = values
             found.append(data)
-        if not np.array_equal(*found):
+        if not np.array_equal(found[0], found[1]):
             return False
     return True
 
