@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-PROTOCOL_VERSION = 11  # of the messages between client, coordinator, agents and workers; +1 when a field changes
+PROTOCOL_VERSION = 12  # of the messages between client, coordinator, agents and workers; +1 when a field changes
 
 
 def _installed_version() -> str:
