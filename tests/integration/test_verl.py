@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 import cluster
-from tests.support.engines import REPOSITORY, python_of, tokens_of
+from tests.support.engines import REPOSITORY, SIZES, python_of, tokens_of
 from tests.support.free_ports import free_ports
 from tests.support.hf_models import DENSE_SIZES, make_tiny
 from tests.support.tiny_tokenizer import save_tokenizer
@@ -36,7 +36,7 @@ def python() -> Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer, published in its folder."""
     folder = tmp_path_factory.mktemp("model") / "llama"
-    make_tiny("llama").save_pretrained(folder)
+    make_tiny("llama", **SIZES).save_pretrained(folder)
     save_tokenizer(folder, DENSE_SIZES["vocab_size"])
     cluster.publish(str(folder))
     return folder
