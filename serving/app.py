@@ -254,14 +254,10 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 def _add_changes(app: FastAPI, service: Service) -> None:
     begun: dict[int | str, dict[str, Any]] = {202: {"model": Change, "description": "It is under way"}}
-    responses = {**begun, **_problems(404)}
+    about: dict[str, Any] = {"tags": ["models"], "response_model": Change, "responses": {**begun, **_problems(404)}}
 
     @app.post(
-        "/v1/models/{model_id}:update",
-        summary="Give a model the contents of another revision, in place",
-        tags=["models"],
-        response_model=Change,
-        responses=responses,
+        "/v1/models/{model_id}:update", summary="Give a model the contents of another revision, in place", **about
     )
     async def update(model_id: ModelId, body: UpdateBody, wait_s: WaitS = CHANGE_S) -> Json:
         return _change(model_id, await service.update(model_id, body, wait_s))
@@ -269,9 +265,7 @@ def _add_changes(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/models/{model_id}:scale",
         summary="Give a model another number of replicas, while its other ranks serve",
-        tags=["models"],
-        response_model=Change,
-        responses=responses,
+        **about,
     )
     async def scale(model_id: ModelId, body: ScaleBody, wait_s: WaitS = CHANGE_S) -> Json:
         return _change(model_id, await service.scale(model_id, body.data_parallel_size, wait_s))

@@ -160,27 +160,21 @@ class Service:
             asked = options.request("", known.store)  # read beside the model's own place where the body names no server
             if asked.store is not None:
                 self._check_ref(asked.store.ref)
-        store = {"endpoint_url": body.endpoint_url, "region": body.region, "anonymous": body.anonymous}
-        about = {"revision": body.revision, "streaming": body.streaming, "signed_name": body.signed_name}
-        change = client.aupdate(model_id, body.uri, address=self._address, **store, **about)  # type: ignore[arg-type]
-        return await self._changed(model_id, change, wait_s)
+        update = functools.partial(client.aupdate, model_id, address=self._address, **body.model_dump())
+        return await self._changed(model_id, update, wait_s)
 
     async def scale(self, model_id: str, data_parallel_size: int, wait_s: float) -> ScaleReport | str:
         """Begin to give a model that many replicas. Return the report, or after `wait_s` what it does; it goes on then.
 
         Raises the errors of `cluster.scale` that come before that; Busy.
         """
-        change = client.ascale(model_id, data_parallel_size, address=self._address)
-        return await self._changed(model_id, change, wait_s)
+        scale = functools.partial(client.ascale, model_id, data_parallel_size, address=self._address)
+        return await self._changed(model_id, scale, wait_s)
 
-    async def _changed(self, model_id: str, change: Coroutine[Any, Any, T], wait_s: float) -> T | str:
-        """Return what the change returns, or after `wait_s` what the model's status says of it."""
-        try:
-            self._check_busy()
-        except Busy:
-            change.close()
-            raise
-        task = asyncio.get_running_loop().create_task(change)
+    async def _changed(self, model_id: str, begin: Callable[[], Coroutine[Any, Any, T]], wait_s: float) -> T | str:
+        """Begin a change. Return what it returns, or after `wait_s` what the model's status says of it."""
+        self._check_busy()
+        task = asyncio.get_running_loop().create_task(begin())
         self._changes.add(task)
         task.add_done_callback(functools.partial(self._change_ended, model_id))
         await asyncio.wait([task], timeout=wait_s)

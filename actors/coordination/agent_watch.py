@@ -62,6 +62,7 @@ HELLO_S = 60.0  # a worker that is well has opened its device and its store by t
 ASKED_S = 1.0  # what Ray said of the nodes is that old at most: all agents of a new coordinator speak at once
 BIND_S = 60.0  # a process that was told its group's revision has told its agent by then
 TELL_S = 5.0  # an agent that is well takes a list of lenders within this; its next heartbeat brings it otherwise
+_MOST_GONE = 64  # nodes that a list remembers beside those on it
 REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
@@ -114,9 +115,11 @@ class LenderLists:
     def news(self) -> dict[str, tuple[Lenders, ...]]:
         """Return what nodes do not know yet of the lists that have changed since the last call, by node."""
         changed, self._changed = self._changed, set()
+        if not changed:
+            return {}
         found = {
             node_id: self.newer(each for each in lends if each.model in changed)
-            for node_id, (_, lends) in (self._nodes.items() if changed else ())
+            for node_id, (_, lends) in self._nodes.items()
         }
         return {node_id: lists for node_id, lists in found.items() if lists}
 
@@ -178,9 +181,6 @@ class _LenderList:
         lenders = tuple(lender for lender, since in self._lenders.values() if since > base)
         gone = tuple(each for each, since in self._gone.items() if since > base) if base >= 0 else ()
         return Lenders(model, self.version, lenders, base, gone)
-
-
-_MOST_GONE = 64
 
 
 class AgentWatch:
