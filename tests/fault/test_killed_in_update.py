@@ -68,6 +68,24 @@ class HalfUpdate:
         return next(name for name, pid in sorted(workers.items()) if self.proxy.holds_for(pid))
 
 
+@pytest.fixture
+def half_read(
+    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
+) -> Callable[..., Any]:
+    """Updates whose reads wait. After its block each model has the new revision, and nothing is left of it."""
+
+    @contextmanager
+    def begin(*, streaming: bool, **settings: Any) -> Iterator[HalfUpdate]:
+        longshore.configure(empty=True, **settings)
+        with loaded(llama) as model:
+            with HalfUpdate(longshore, model, next_llama, pool, streaming=streaming) as half:
+                yield half
+            assert is_exact(model, next_llama)
+        longshore.assert_nothing_left()
+
+    return begin
+
+
 @pytest.mark.cluster_settings(empty=True)
 def test_a_worker_killed_while_staging(
     longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
@@ -87,19 +105,14 @@ def test_a_worker_killed_while_staging(
 
 
 @pytest.mark.cluster_settings(empty=True)
-def test_an_agent_killed_while_staging(
-    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
-) -> None:
+@pytest.mark.parametrize("streaming", [False, True], ids=["staging", "streaming"])
+def test_an_agent_killed_while_ranks_read(longshore: Longshore, half_read: Any, streaming: bool) -> None:
     """The next agent is given the update again."""
-    longshore.configure(empty=True)
-    with loaded(llama) as model:
-        with HalfUpdate(longshore, model, next_llama, pool) as half:
-            (agent,) = longshore.actor_names("agent-")
-            longshore.wait_restarted(agent, longshore.kill(agent))
-            half.proxy.open()
-            assert half.running.result(200).ranks == ("exchanged",) * RANKS
-        assert is_exact(model, next_llama)
-    longshore.assert_nothing_left()
+    with half_read(streaming=streaming) as half:
+        (agent,) = longshore.actor_names("agent-")
+        longshore.wait_restarted(agent, longshore.kill(agent))
+        half.proxy.open()
+        assert half.running.result(200).ranks == ("exchanged",) * RANKS
 
 
 @pytest.mark.cluster_settings(empty=True)
@@ -220,17 +233,11 @@ def test_an_agent_killed_in_the_exchange(longshore: Longshore, half_exchanged: A
 
 
 @pytest.mark.cluster_settings(empty=True)
-def test_a_worker_killed_while_it_streams(
-    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
-) -> None:
-    longshore.configure(empty=True)
-    with loaded(llama) as model:
-        with HalfUpdate(longshore, model, next_llama, pool, streaming=True) as half:
-            longshore.kill(half.reader())
-            half.proxy.open()
-            assert sorted(half.running.result(200).ranks) == ["exchanged", "replaced"]
-        assert is_exact(model, next_llama)
-    longshore.assert_nothing_left()
+def test_a_worker_killed_while_it_streams(longshore: Longshore, half_read: Any) -> None:
+    with half_read(streaming=True) as half:
+        longshore.kill(half.reader())
+        half.proxy.open()
+        assert sorted(half.running.result(200).ranks) == ["exchanged", "replaced"]
 
 
 @pytest.mark.cluster_settings(empty=True, stuck_after_s=5)
@@ -263,53 +270,26 @@ def test_a_worker_stopped_before_it_streams(
 
 
 @pytest.mark.cluster_settings(empty=True)
-def test_the_coordinator_killed_while_ranks_stream(
-    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
-) -> None:
-    longshore.configure(empty=True)
-    with loaded(llama) as model:
-        with HalfUpdate(longshore, model, next_llama, pool, streaming=True) as half:
-            longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
-            half.proxy.open()
-            report = half.running.result(200)
+def test_the_coordinator_killed_while_ranks_stream(longshore: Longshore, half_read: Any) -> None:
+    with half_read(streaming=True) as half:
+        longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+        half.proxy.open()
+        report = half.running.result(200)
         assert (report.resumed, report.ranks) == (True, ("exchanged",) * RANKS)
-        assert is_exact(model, next_llama)
-    longshore.assert_nothing_left()
-
-
-@pytest.mark.cluster_settings(empty=True)
-def test_an_agent_killed_while_ranks_stream(
-    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
-) -> None:
-    longshore.configure(empty=True)
-    with loaded(llama) as model:
-        with HalfUpdate(longshore, model, next_llama, pool, streaming=True) as half:
-            (agent,) = longshore.actor_names("agent-")
-            longshore.wait_restarted(agent, longshore.kill(agent))
-            half.proxy.open()
-            assert half.running.result(200).ranks == ("exchanged",) * RANKS
-        assert is_exact(model, next_llama)
-    longshore.assert_nothing_left()
 
 
 @pytest.mark.cluster_settings(empty=True, stuck_after_s=5)
-def test_coordinator_then_agent_killed_while_ranks_stream(
-    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, pool: ThreadPoolExecutor
-) -> None:
+def test_coordinator_then_agent_killed_while_ranks_stream(longshore: Longshore, half_read: Any) -> None:
     """Nobody has the tables of the stream any more: ranks that have not read all of it are replaced."""
-    longshore.configure(empty=True, stuck_after_s=5)
-    with loaded(llama) as model:
-        with HalfUpdate(longshore, model, next_llama, pool, streaming=True) as half:
-            longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
-            eventually(lambda: any("restarted" in m.update for m in longshore.models()), "it does not go on")
-            (agent,) = longshore.actor_names("agent-")
-            longshore.wait_restarted(agent, longshore.kill(agent))
-            half.proxy.open()
-            report = half.running.result(200)
+    with half_read(streaming=True, stuck_after_s=5) as half:
+        longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+        eventually(lambda: any("restarted" in m.update for m in longshore.models()), "it does not go on")
+        (agent,) = longshore.actor_names("agent-")
+        longshore.wait_restarted(agent, longshore.kill(agent))
+        half.proxy.open()
+        report = half.running.result(200)
         assert report.resumed
         assert "replaced" in report.ranks
-        assert is_exact(model, next_llama)
-    longshore.assert_nothing_left()
 
 
 @pytest.mark.cluster_settings(empty=True)
