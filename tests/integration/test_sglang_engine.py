@@ -28,6 +28,7 @@ from tests.support.engines import (
     python_of,
     revisions_of,
     tokens_of,
+    variables_of,
 )
 from tests.support.stored_models import StoredModel, publish_to
 
@@ -125,25 +126,10 @@ def models(s3_server: Any, folders: dict[str, Path]) -> dict[str, StoredModel]:
     return {name: publish_to(s3_server, path, f"sglang-{name}-{os.getpid()}") for name, path in folders.items()}
 
 
-def variables_of(server: Any, folder: Path) -> dict[str, str]:
-    """Return what an engine's processes find in their environment."""
-    keys = server.credentials()
-    runtime = folder / "run"
-    runtime.mkdir(mode=0o700, exist_ok=True)
-    return {
-        "AWS_ACCESS_KEY_ID": keys.access_key_id,
-        "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
-        "HF_HUB_OFFLINE": "1",
-        "LONGSHORE_GROUP_PATIENCE_S": "120",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-        "XDG_RUNTIME_DIR": str(runtime),
-    }
-
-
 def run(python: Path, server: Any, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [python, *command],
-        env={**os.environ, **variables_of(server, folder)},
+        env={**os.environ, **variables_of(folder, server)},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -231,7 +217,7 @@ class Server(EngineServer):
         given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not True]
         given += [f"--{name.replace('_', '-')}" for name, value in options.items() if value is True]
         command = [python, script, "--model-path", model, "--load-format", "private", "--skip-tokenizer-init", *given]
-        super().__init__(command, variables_of(server, where), where / "log")
+        super().__init__(command, variables_of(where, server), where / "log")
 
     def tokens(self) -> tuple[list[int], int]:
         """Return what the model writes after the prompt, and how much of the prompt was in the prefix cache."""

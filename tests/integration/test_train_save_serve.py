@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import cluster
-from tests.support.engines import REPOSITORY, python_of
+from tests.support.engines import REPOSITORY, python_of, variables_of
 from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import Longshore
 
@@ -60,19 +60,11 @@ def test_vllm_writes_the_tokens_that_transformers_does(trained: Path, tmp_path: 
     python = python_of("vllm")
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
     ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, min_new_tokens=8, do_sample=False, eos_token_id=None)
-    (tmp_path / "run").mkdir(mode=0o700)
     options = {"enforce_eager": True, "max_model_len": 64, "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
     prompt = ["--tokens", *map(str, PROMPT), "--count", "8", "--options", json.dumps(options)]
     done = subprocess.run(
         [python, REPOSITORY / "examples/vllm_generate.py", str(trained), *prompt],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            "HF_HUB_OFFLINE": "1",
-            "XDG_RUNTIME_DIR": str(tmp_path / "run"),
-        },
+        env={**os.environ, **variables_of(tmp_path), "PYTHONPATH": str(REPOSITORY)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 import cluster
-from tests.support.engines import REPOSITORY, SIZES, python_of, tokens_of
+from tests.support.engines import REPOSITORY, SIZES, python_of, tokens_of, variables_of
 from tests.support.free_ports import free_ports
 from tests.support.hf_models import DENSE_SIZES, make_tiny
 from tests.support.tiny_tokenizer import save_tokenizer
@@ -44,19 +44,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(where: Path, *command: str | Path) -> str:
     """Run a command of verl's environment and return its output."""
-    (where / "run").mkdir(mode=0o700, exist_ok=True)
     done = subprocess.run(
         command,
         env={
             **os.environ,
+            **variables_of(where),
             "GLOO_SOCKET_IFNAME": "lo",
-            "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(REPOSITORY),
             "PYTHONSAFEPATH": "1",  # beside the script is an `engines.py`, and verl brings a package `tests`
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            "XDG_RUNTIME_DIR": str(where / "run"),
         },
         cwd=where,
         capture_output=True,

@@ -30,7 +30,7 @@ from cluster import client
 from cluster.joining.connection import disconnect
 from cluster.small_files import SOURCE_KEY
 from tests.support.counting_proxy import CountingProxy
-from tests.support.engines import REPOSITORY, bytes_read, chunks_read, config_folder, python_of
+from tests.support.engines import REPOSITORY, bytes_read, chunks_read, config_folder, python_of, variables_of
 from tests.support.free_ports import free_ports
 from tests.support.hf_models import make_tiny
 from tests.support.quantized_models import Grouped
@@ -60,15 +60,7 @@ class Engine:
 
     def __init__(self, python: Path, folder: Path, variables: Mapping[str, str]) -> None:
         self.python, self.folder = python, folder
-        (folder / "run").mkdir(mode=0o700)
-        self.variables = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            "HF_HUB_OFFLINE": "1",
-            "XDG_RUNTIME_DIR": str(folder / "run"),
-            "LONGSHORE_GROUP_PATIENCE_S": "120",
-            **variables,
-        }
+        self.variables = {**variables_of(folder), **variables}
 
     def start(
         self, model: str | Path, load_format: str, more: Mapping[str, Any] = {}, **variables: str

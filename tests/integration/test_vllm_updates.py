@@ -25,6 +25,7 @@ from tests.support.engines import (
     python_of,
     revisions_of,
     tokens_of,
+    variables_of,
 )
 from tests.support.stored_models import StoredModel, publish_to
 
@@ -114,26 +115,15 @@ def proxy(s3_server: Any) -> Iterator[CountingProxy]:
         yield proxy
 
 
-def variables_of(server: Any, where: Path) -> dict[str, str]:
-    """Return what an engine's processes find in their environment."""
-    keys = server.credentials()
-    (where / "run").mkdir(mode=0o700)
-    return {
-        "AWS_ACCESS_KEY_ID": keys.access_key_id,
-        "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
-        "HF_HUB_OFFLINE": "1",
-        "LONGSHORE_GROUP_PATIENCE_S": "120",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for the addresses
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "XDG_RUNTIME_DIR": str(where / "run"),
-    }
+INSECURE = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for the addresses
 
 
 def session_of(model: StoredModel, proxy: CountingProxy, where: Path) -> contextlib.closing[Session]:
     """Start an engine with this model."""
     options = {**OPTIONS, "model": config_folder(model, proxy, where / "config")}
-    return contextlib.closing(Session(python_of("vllm"), options, variables_of(model.server, where), where / "log"))
+    return contextlib.closing(
+        Session(python_of("vllm"), options, {**variables_of(where, model.server), **INSECURE}, where / "log")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +236,7 @@ def test_updates_over_http(
             *(python_of("vllm"), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", folder, "--skip-tokenizer-init", "--enable-scale-out", *options),
         ],
-        {**variables_of(s3_server, tmp_path), "VLLM_SERVER_DEV_MODE": "1"},
+        {**variables_of(tmp_path, s3_server), **INSECURE, "VLLM_SERVER_DEV_MODE": "1"},
         tmp_path / "log",
     )
     with contextlib.closing(server):
@@ -273,7 +263,7 @@ def test_the_example_takes_two_revisions(
     command = (str(REPOSITORY / "examples/vllm_update.py"), config_folder(models["a"], proxy, tmp_path / "config"))
     done = subprocess.run(
         [python_of("vllm"), *command, *uris, "--tokens", *map(str, PROMPT), "--options", json.dumps(options)],
-        env={**os.environ, **variables_of(s3_server, tmp_path)},
+        env={**os.environ, **variables_of(tmp_path, s3_server), **INSECURE},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

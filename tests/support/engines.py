@@ -47,6 +47,31 @@ def python_of(name: str) -> Path:
     return REPOSITORY / f".venv-{name}/bin/python"
 
 
+def access_of(server: Any) -> dict[str, str]:
+    """Return the keys of an S3 server as variables of an environment."""
+    keys = server.credentials()
+    return {"AWS_ACCESS_KEY_ID": keys.access_key_id, "AWS_SECRET_ACCESS_KEY": keys.secret_access_key}
+
+
+def variables_of(where: Path, server: Any = None) -> dict[str, str]:
+    """Return what an engine's processes find in their environment, on two processors and without a hub.
+
+    Args:
+        where: Folder of the test, for their sockets.
+        server: S3 server whose keys they have. Default: none.
+    """
+    (where / "run").mkdir(mode=0o700, exist_ok=True)
+    return {
+        **({} if server is None else access_of(server)),
+        "HF_HUB_OFFLINE": "1",
+        "LONGSHORE_GROUP_PATIENCE_S": "120",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "XDG_RUNTIME_DIR": str(where / "run"),
+    }
+
+
 def bytes_read(done: subprocess.CompletedProcess[str]) -> list[int]:
     """Return what each load has read, as the log says."""
     return [int(size) for size in re.findall(r"process read (\d+) bytes", done.stdout + done.stderr)]
@@ -55,9 +80,8 @@ def bytes_read(done: subprocess.CompletedProcess[str]) -> list[int]:
 def config_folder(model: StoredModel, proxy: CountingProxy, where: Path) -> str:
     """Make the folder that stands for the model, which is read through the proxy."""
     with pytest.MonkeyPatch.context() as patched:
-        keys = model.server.credentials()
-        patched.setenv("AWS_ACCESS_KEY_ID", keys.access_key_id)
-        patched.setenv("AWS_SECRET_ACCESS_KEY", keys.secret_access_key)
+        for name, value in access_of(model.server).items():
+            patched.setenv(name, value)
         return cluster.config_folder(model.uri, where, endpoint_url=proxy.endpoint_url, region=model.server.region)
 
 
