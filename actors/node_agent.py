@@ -297,7 +297,7 @@ class NodeAgent:
 
         Where nobody can listen at the port now, as another program has it, the agent tries again and again.
         """
-        if self._config.peer_port < 0 or self._error is not None:
+        if self._error is not None or self._config.peer_port < 0:
             return
         self._served_disk = DiskReader(self._disk.path) if self._disk.path else None
         self._shelf = PeerShelf(self._changed, self._ledger, self._usable, self._incarnation, self._served_disk)

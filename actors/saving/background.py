@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from actors.saving.boxed import BoxedTensor, as_boxed
-from actors.saving.exchange import Agreed, Ranks
+from actors.saving.exchange import Ranks
 from actors.saving.handles import SaveHandle, start_save, wait_for_background_saves
 from actors.saving.hf_names import as_stored, config_files
 from actors.saving.save import (
@@ -139,14 +139,11 @@ def _agree(
     memory = {_memory_of(tensor): tensor.numel() * tensor.element_size() for s in states for tensor in _local(s)}
     room_bytes = int(available_host_bytes() * (1 - SPARE_FRACTION))
     mine = [socket.gethostname(), sum(memory.values()), room_bytes, about_state.decode()]
-    try:
-        with _ranks(options) as ranks:
-            if refused is not None:
-                raise refused
-            answers = [json.loads(answer) for answer in ranks.gather(json.dumps(mine).encode())]
+    with _ranks(options) as ranks:
+        if refused is not None:
+            raise refused
+        answers = [json.loads(answer) for answer in ranks.gather(json.dumps(mine).encode())]
         number = agree_on_state([answer[3].encode() for answer in answers])
-    except Agreed as agreed:
-        raise agreed.error from None
     needed: dict[str, int] = {}
     room: dict[str, int] = {}
     for host, need, have, _ in answers:

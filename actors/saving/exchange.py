@@ -60,7 +60,7 @@ def _leave_stores() -> None:
 
 
 class Agreed(Exception):
-    """Carries an error that every rank raises by itself, so none has to be told."""
+    """Carries an error that every rank raises by itself, so none has to be told. `Ranks` raises it at its end."""
 
     def __init__(self, error: LongshoreError) -> None:
         super().__init__(str(error))
@@ -70,7 +70,7 @@ class Agreed(Exception):
 class Ranks:
     """The ranks of one save. One rank alone needs no process group.
 
-    As a context manager it leaves at the end of its block, with the error that ends it.
+    As a context manager it leaves at the end of its block, with the error that ends it. `Agreed` ends as its error.
     """
 
     def __init__(
@@ -137,7 +137,10 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(None if isinstance(error, Agreed) else error)
+        if isinstance(error, Agreed):
+            self.close()
+            raise error.error from None
+        self.close(error)
 
     def _join(self, members: list[int], store: Any) -> Any:
         import torch.distributed as dist

@@ -212,38 +212,35 @@ def save(
         config=config,
     )
     timeout_s = save_timeout_s if save_timeout_s > 0 else 600.0
-    try:
-        with Ranks(process_group, rank=rank, world_size=world_size, timeout_s=timeout_s) as ranks:
-            has_state = not (optimizer is None and scheduler is None and extra_state is None)
-            state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
-            number = agree_on_state(ranks.gather(state_answer(optimizer, has_state)))
-            if number:
-                link = save_training(
-                    number,
-                    state,
-                    given.uri,
-                    rank=rank,
-                    world_size=world_size,
-                    process_group=process_group,
-                    hash_name=hash_name,
-                    chunk_bytes=chunk_bytes,
-                    slots=slots,
-                    save_timeout_s=save_timeout_s,
-                    endpoint_url=endpoint_url,
-                    region=region,
-                    profile=profile,
-                    anonymous=anonymous,
-                    credentials=credentials,
-                    config=config,
-                )
-                given = replace(given, files={**as_mapping(extra_files), **link})
-            with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
-                with ranks:  # which are told first how it ended
-                    report = _Save(ranks, given, started_s, reporter).run(state_dict)
-                reporter.published(revision=report.revision)
-            return report
-    except Agreed as refused:
-        raise refused.error from None
+    with Ranks(process_group, rank=rank, world_size=world_size, timeout_s=timeout_s) as ranks:
+        has_state = not (optimizer is None and scheduler is None and extra_state is None)
+        state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
+        number = agree_on_state(ranks.gather(state_answer(optimizer, has_state)))
+        if number:
+            link = save_training(
+                number,
+                state,
+                given.uri,
+                rank=rank,
+                world_size=world_size,
+                process_group=process_group,
+                hash_name=hash_name,
+                chunk_bytes=chunk_bytes,
+                slots=slots,
+                save_timeout_s=save_timeout_s,
+                endpoint_url=endpoint_url,
+                region=region,
+                profile=profile,
+                anonymous=anonymous,
+                credentials=credentials,
+                config=config,
+            )
+            given = replace(given, files={**as_mapping(extra_files), **link})
+        with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
+            with ranks:  # which are told first how it ended
+                report = _Save(ranks, given, started_s, reporter).run(state_dict)
+            reporter.published(revision=report.revision)
+        return report
 
 
 def state_answer(optimizer: Any, has_state: bool) -> bytes:
