@@ -236,7 +236,7 @@ class Coordinator:
         record = await self._found_record(model_id)
         if record.changes.has_not_begun(asked.update_id):
             if record.changes.is_running:
-                raise UpdateRefused("another update of the model is under way", **record.changes.doing())
+                raise UpdateRefused("another change of the model is under way", **record.changes.doing())
             if asked.store is not None:
                 self._trust.sources.check(asked.store.ref, asked.store.credentials)
             record.changes.lead(asked.update_id, self._load_run(record).update(asked))

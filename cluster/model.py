@@ -402,8 +402,8 @@ class LoadedModel:
             What changed, what was read, and how each rank came to the new revision.
 
         Raises:
-            UpdateRefused: The revision differs in more than contents, the model is not ready, or another update is
-                under way. Nothing was touched.
+            UpdateRefused: The revision differs in more than contents, the model is not ready, or another change of it
+                is under way. Nothing was touched.
             DoesNotFit: A host lacks the memory to stage what changed. Nothing was touched.
             UpdateFailed: The update ended before its exchange. Every rank has the old revision.
             ModelBroken: A streaming update failed.
