@@ -132,7 +132,7 @@ chaos: $(STAMP)  ## N random loads under random faults; fails unless each is byt
 
 peers: $(PEERS)  ## what `make bench` compares with, into .venv and .venv-vllm
 
-bench: $(PEERS)  ## every table of docs/benchmarks.md, on this machine: about two hours; needs nginx and 14 GB of memory
+bench: $(PEERS)  ## the tables of docs/benchmarks.md, on this machine: 2.5 hours; needs nginx and 14 GB of memory
 	$(BIN)/python -m bench.everything $(BENCH_ARGS)
 
 docs: $(DOCS)  ## the pages of docs/ as a site, in site/; a link that leads nowhere fails
