@@ -14,10 +14,11 @@ A chunk waits a few seconds for nodes that have not asked for it. Then they are 
 they ask for something that is still to come. A node that has neither asked for a chunk nor sent one may not have begun:
 a process on a busy machine starts seconds after the others. It has BEGIN_PATIENCE_S.
 
-A node that is far slower than the others says so to those that ask, and they leave it out for a while. It is slow in
-sending if it gets chunks from others twice as fast as it sends them, though others wait in line. It is slow in
-receiving if a waiting node is far ahead of it, and still is many chunks later. If only the store is slow for it, it
-takes back its own reads of the store, and reads these chunks from the nodes that others ask in its place.
+A node that is far slower than the others says so to those that ask, and they leave it out for a while: SLOW_S, and
+each time twice as long as before. It is slow in sending if it gets chunks from others twice as fast as it sends them,
+though others wait in line. It is slow in receiving if a waiting node is far ahead of it and gets further ahead, or
+still is many chunks later. If only the store is slow for it, it takes back its own reads of the store, and reads these
+chunks from the nodes that others ask in its place.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from storage.peers import Asker, NoChunk, Peer
 ASKED_PER_HOP = 10
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
 CATCH_UP = 64  # chunks in which a node that began late must catch up
-PAUSE = 16  # after so many chunks without a waiting node that is far ahead, this one has caught up
-SLOW_S = 10.0  # a slow node refuses the others of its load so long
+FALLS_BACK = 32  # chunks by which a slow node's distance from another one grows
+SLOW_S = 10.0  # a slow node refuses the others of its load so long, and each time twice as long as the time before
 # Instead of PATIENCE_S, while other chunks find no room: for nodes that are silent, behind the others, or far beyond
 # the chunk. A node that is ahead of all others by half a window must not take them for late.
 PRESSED_PATIENCE_S = 1.0
@@ -121,8 +122,9 @@ class PeerExchange:
         self._come_s = math.inf  # when the last one came
         self._given = 0  # times that another node has read a chunk, or has stopped
         self._full_at: tuple[int, int] | None = None  # (received, given) when the line of requests became long
-        self._behind: tuple[int, int] | None = None  # (first, last) `_come` when a node that was far ahead waited here
-        self._slow_until_s = 0.0
+        self._ahead: dict[str, tuple[int, float]] = {}  # nodes that were far ahead: `_come` then, and how far
+        self._stays_behind = False  # one of them waited, and this node did not catch up with it
+        self._slow_until_s, self._slow_s = 0.0, SLOW_S
 
     # -- leases ------------------------------------------------------------------------------------------------
 
@@ -261,8 +263,8 @@ class PeerExchange:
             return NoChunk.MISSING if cached is None else NoChunk.COMING
         if self._has_handed_over(chunk):
             return NoChunk.TOO_SLOW
-        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._stays_behind(asker, chunk):
-            self._slow_until_s = now_s + SLOW_S
+        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._is_behind(asker, chunk):
+            self._refuse_others(now_s)
             return NoChunk.TOO_SLOW
         self._late.discard(node_id)
         self._asking[chunk, node_id] = now_s
@@ -287,20 +289,27 @@ class PeerExchange:
         else:
             received, given = self._full_at = self._full_at or (self._received, self._given)
             if self._received - received >= 2 * (self._given - given + LONG_LINE):
-                self._slow_until_s = now_s + SLOW_S
+                self._full_at = None
+                self._refuse_others(now_s)
         return now_s < self._slow_until_s
 
-    def _stays_behind(self, asker: Asker, chunk: int) -> bool:
+    def _is_behind(self, asker: Asker, chunk: int) -> bool:
         """Return whether this node is far behind the asker, which wants that chunk, and does not catch up.
 
-        Nodes may need different parts of the model. So it counts what they have, and how far away the chunk is.
+        Nodes may need different parts of the model. So it counts what they have, and how far away the chunk is. Once
+        it did not catch up with one node, it is behind all that are far ahead of it.
         """
         ahead_chunks = (self._queue.share_left - (asker.share_left or 0.0)) * self._needed_chunks
         if min(ahead_chunks, self._queue.fresh_before(chunk)) <= self._most_asked:  # so far ahead it does not notice
+            self._ahead.pop(asker.node_id, None)
             return False
-        first, last = self._behind or (self._come, self._come)
-        self._behind = (first if self._come - last < PAUSE else self._come), self._come
-        return self._come - self._behind[0] >= CATCH_UP
+        come, before_chunks = self._ahead.setdefault(asker.node_id, (self._come, ahead_chunks))
+        self._stays_behind |= self._come - come >= CATCH_UP or ahead_chunks - before_chunks >= FALLS_BACK
+        return self._stays_behind
+
+    def _refuse_others(self, now_s: float) -> None:
+        """Send nothing to the other nodes of the load for a while. Those that wait go on elsewhere, too."""
+        self._slow_until_s, self._slow_s = now_s + self._slow_s, 2 * self._slow_s
 
     def take_news(self) -> list[int]:
         """Return the chunks that have come, or were handed over, since the last call."""
