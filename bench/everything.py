@@ -1,4 +1,4 @@
-"""Every table of docs/benchmarks.md, one after the other: `make bench` or `python -m bench.everything`.
+"""The tables of docs/benchmarks.md that `bench.page` writes: `make bench` or `python -m bench.everything`.
 
 Each step is a command of its own and leaves a file in bench/out. `python -m bench.page` then writes the pages. Options
 that are not named here go to `bench.run`. Exit code 0; 1 when a step failed; 130 after Ctrl-C.

@@ -209,8 +209,8 @@ def load(
         wait_for_resources_s: Seconds that a placement group stays pending for GPUs, to which Ray's node autoscaler
             reacts. 0: refuse within seconds when too few are free.
         placement: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants goes into its host
-            memory without a copy, uncached) or "auto" ("direct" for local files, which the kernel caches, and when the
-            node's arena cannot keep its share).
+            memory without a copy, uncached) or "auto" ("direct" for local files, which the kernel caches, and on a node
+            that shares chunks with no other, when its arena cannot keep its share and it has no disk tier).
         placement_group: A Ray placement group of yours. Rank i takes bundle i.
         progress: True shows a bar on stderr, in a terminal or a notebook, and lines elsewhere. False shows nothing. A
             function is called from this thread with every change. None: a bar in a terminal, nothing elsewhere.
