@@ -46,6 +46,7 @@ from storage.peers import Asker, NoChunk, Peer
 ASKED_PER_HOP = 10
 PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not ask for it
 CATCH_UP = 64  # chunks in which a node that began late must catch up
+PAUSE = 16  # after so many chunks without a waiting node that is far ahead, this one has caught up
 FALLS_BACK = 32  # chunks by which a slow node's distance from another one grows
 SLOW_S = 10.0  # a slow node refuses the others of its load so long, and each time twice as long as the time before
 # Instead of PATIENCE_S, while other chunks find no room: for nodes that are silent, behind the others, or far beyond
@@ -122,8 +123,9 @@ class PeerExchange:
         self._come_s = math.inf  # when the last one came
         self._given = 0  # times that another node has read a chunk, or has stopped
         self._full_at: tuple[int, int] | None = None  # (received, given) when the line of requests became long
-        self._ahead: dict[str, tuple[int, float]] = {}  # nodes that were far ahead: `_come` then, and how far
-        self._stays_behind = False  # one of them waited, and this node did not catch up with it
+        # While nodes that are far ahead wait here: (`_come` at first, `_come` at last, how far one was ahead at least).
+        self._behind: tuple[int, int, float] | None = None
+        self._stays_behind = False  # this node did not catch up with them
         self._slow_until_s, self._slow_s = 0.0, SLOW_S
 
     # -- leases ------------------------------------------------------------------------------------------------
@@ -296,15 +298,18 @@ class PeerExchange:
     def _is_behind(self, asker: Asker, chunk: int) -> bool:
         """Return whether this node is far behind the asker, which wants that chunk, and does not catch up.
 
-        Nodes may need different parts of the model. So it counts what they have, and how far away the chunk is. Once
-        it did not catch up with one node, it is behind all that are far ahead of it.
+        Nodes may need different parts of the model. So it counts what they have, and how far away the chunk is. Among
+        many nodes each asks for one chunk or two, so it looks at all together. Once it did not catch up, it is behind
+        all that are far ahead of it.
         """
         ahead_chunks = (self._queue.share_left - (asker.share_left or 0.0)) * self._needed_chunks
         if min(ahead_chunks, self._queue.fresh_before(chunk)) <= self._most_asked:  # so far ahead it does not notice
-            self._ahead.pop(asker.node_id, None)
             return False
-        come, before_chunks = self._ahead.setdefault(asker.node_id, (self._come, ahead_chunks))
-        self._stays_behind |= self._come - come >= CATCH_UP or ahead_chunks - before_chunks >= FALLS_BACK
+        first, last, least_chunks = self._behind or (self._come, self._come, ahead_chunks)
+        if self._come - last >= PAUSE:
+            first, least_chunks = self._come, ahead_chunks
+        self._behind = first, self._come, min(least_chunks, ahead_chunks)
+        self._stays_behind |= self._come - first >= CATCH_UP or ahead_chunks - least_chunks >= FALLS_BACK
         return self._stays_behind
 
     def _refuse_others(self, now_s: float) -> None:

@@ -14,6 +14,7 @@ from actors.node.peer_exchange import (
     FALLS_BACK,
     LONG_LINE,
     MOST_PATIENCE_S,
+    PAUSE,
     SLOW_S,
     PeerExchange,
 )
@@ -161,15 +162,17 @@ def test_a_node_that_stays_far_behind_says_that_it_is_slow(node: Node) -> None:
 def test_a_node_that_catches_up_is_waited_for(node: Node) -> None:
     for _ in range(3):
         assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
-        node.get(CATCH_UP - 1)
-        as_far = Asker("node-1", node.queue.share_left)
-        assert node.take(node.to_come(), as_far) is NoChunk.COMING  # the count begins anew
+        node.get(PAUSE)  # and nobody who is far ahead waits
+    assert node.take(node.to_come(), Asker("node-1", 1 - 3 * PAUSE / CHUNKS)) is NoChunk.COMING
+    node.get(CATCH_UP)
+    assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING  # the count begins anew
 
 
 def test_a_node_that_falls_back_says_at_once_that_it_is_slow_and_each_time_for_longer(node: Node) -> None:
     assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
-    ahead = [Asker("node-1", 0.5 - chunks / CHUNKS) for chunks in (FALLS_BACK - 1, FALLS_BACK)]
-    assert [node.take(node.to_come(), asker) for asker in ahead] == [NoChunk.COMING, NoChunk.TOO_SLOW]
+    ahead = [Asker("node-2", 0.5 - chunks / CHUNKS) for chunks in (FALLS_BACK - 1, FALLS_BACK)]
+    to_come = max(chunk for chunk in range(CHUNKS) if "node-2" in node.routes.askers(chunk))
+    assert [node.take(to_come, asker) for asker in ahead] == [NoChunk.COMING, NoChunk.TOO_SLOW]  # whoever it is
     assert node.take(node.to_come(), now_s=SLOW_S - 0.1) is NoChunk.TOO_SLOW  # who has waited goes on elsewhere, too
     assert node.take(node.to_come(), now_s=SLOW_S) is NoChunk.COMING
     assert node.take(node.to_come(), HALF_DONE, SLOW_S) is NoChunk.TOO_SLOW  # it has not caught up since
