@@ -194,8 +194,9 @@ def save(
     """
     started_s = time.monotonic()
     wait_for_background_saves()
-    given = _Arguments(
+    given = Arguments(
         uri=os.fspath(uri),
+        process_group=process_group,
         rank=rank,
         world_size=world_size,
         model=model,
@@ -207,40 +208,20 @@ def save(
         chunk_bytes=chunk_bytes,
         slots=slots,
         save_timeout_s=save_timeout_s,
-        options=StoreOptions(endpoint_url, region, profile, anonymous),
+        endpoint_url=endpoint_url,
+        region=region,
+        profile=profile,
+        anonymous=anonymous,
         credentials=credentials,
         config=config,
     )
-    timeout_s = save_timeout_s if save_timeout_s > 0 else 600.0
-    with Ranks(process_group, rank=rank, world_size=world_size, timeout_s=timeout_s) as ranks:
+    with given.meet() as ranks:
         has_state = not (optimizer is None and scheduler is None and extra_state is None)
         state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
         number = agree_on_state(ranks.gather(state_answer(optimizer, has_state)))
         if number:
-            link = save_training(
-                number,
-                state,
-                given.uri,
-                rank=rank,
-                world_size=world_size,
-                process_group=process_group,
-                hash_name=hash_name,
-                chunk_bytes=chunk_bytes,
-                slots=slots,
-                save_timeout_s=save_timeout_s,
-                endpoint_url=endpoint_url,
-                region=region,
-                profile=profile,
-                anonymous=anonymous,
-                credentials=credentials,
-                config=config,
-            )
-            given = replace(given, files={**as_mapping(extra_files), **link})
-        with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
-            with ranks:  # which are told first how it ended
-                report = _Save(ranks, given, started_s, reporter).run(state_dict)
-            reporter.published(revision=report.revision)
-        return report
+            given = replace(given, files={**as_mapping(extra_files), **save_training(number, state, given)})
+        return save_tensors(state_dict, given, ranks, started_s)
 
 
 def state_answer(optimizer: Any, has_state: bool) -> bytes:
@@ -262,15 +243,33 @@ def agree_on_state(answers: Sequence[bytes]) -> str:
     return answers[0][1:].decode("ascii", "replace")
 
 
-def save_training(number: str, state: tuple[Mapping[str, Any], bytes], uri: str, **options: Any) -> dict[str, bytes]:
+def save_training(number: str, state: tuple[Mapping[str, Any], bytes], given: Arguments) -> dict[str, bytes]:
     """Save the state of a training run in a folder of its own, and return the file of the model that names it.
 
-    It is complete before the model refers to it. All ranks give the same number.
+    It is complete before the model refers to it. All ranks give the same number. Its tensors keep their names, by which
+    the other file of the state refers to them.
     """
     tensors, data = state
-    options = {name: value for name, value in options.items() if name not in ("since", "keep_last", "max_shard_bytes")}
-    report = save(tensors, f"{uri.rstrip('/')}/training/{number}", extra_files={STATE_KEY: data}, **options)
+    given = replace(
+        given,
+        uri=f"{given.uri.rstrip('/')}/training/{number}",
+        model=None,
+        files={STATE_KEY: data},
+        keep_last=None,
+        keeps_names=True,
+    )
+    with given.meet() as ranks:
+        report = save_tensors(tensors, given, ranks, time.monotonic())
     return link_file(number, report.revision)
+
+
+def save_tensors(state: Mapping[str, Any], given: Arguments, ranks: Ranks, started_s: float) -> SaveReport:
+    """Save tensors and files as one checkpoint. It ends the ranks' connection with an error of any of them."""
+    with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
+        with ranks:  # which are told first how it ended
+            report = _Save(ranks, given, started_s, reporter).run(state)
+        reporter.published(revision=report.revision)
+    return report
 
 
 def as_mapping(files: ExtraFiles | None) -> dict[str, Contents]:
@@ -281,12 +280,14 @@ def as_mapping(files: ExtraFiles | None) -> dict[str, Contents]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arguments:
+class Arguments:
+    """The arguments of `save`, but for the tensors and the state of the training run."""
+
     uri: str
+    process_group: Any
     rank: int | None
     world_size: int | None
     model: Any
-    files: ExtraFiles | None
     since: str | None
     keep_last: int | None
     max_shard_bytes: int
@@ -294,15 +295,30 @@ class _Arguments:
     chunk_bytes: int | None
     slots: int
     save_timeout_s: float
-    options: StoreOptions
+    endpoint_url: str | None
+    region: str | None
+    profile: str | None
+    anonymous: bool
     credentials: Credentials | None
     config: Config | None
+    files: ExtraFiles | None = None
+    keeps_names: bool = False  # tensors are stored under the names that they have
+
+    @property
+    def options(self) -> StoreOptions:
+        """Return where and how the store is reached."""
+        return StoreOptions(self.endpoint_url, self.region, self.profile, self.anonymous)
+
+    def meet(self) -> Ranks:
+        """Join the other ranks."""
+        timeout_s = self.save_timeout_s if 0 < self.save_timeout_s < float("inf") else 600.0  # `_Save` refuses it
+        return Ranks(self.process_group, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
 
 
 class _Save:
     """One save of one rank."""
 
-    def __init__(self, ranks: Ranks, given: _Arguments, started_s: float, reporter: SaveReporter) -> None:
+    def __init__(self, ranks: Ranks, given: Arguments, started_s: float, reporter: SaveReporter) -> None:
         self._ranks = ranks
         self._given = given
         self._started_s = started_s
@@ -320,7 +336,7 @@ class _Save:
         with self._timed("plan_s"):
             problems = self._argument_problems()
             try:
-                state = as_stored(state, self._given.model)
+                state = state if self._given.keeps_names else as_stored(state, self._given.model)
             except (SaveRefused, DependencyChanged) as error:
                 problems.append(str(error))
             held = HeldTensors(state, self._ranks.global_ranks, self._shared_arguments())

@@ -14,7 +14,7 @@ import torch
 
 import cluster
 from actors.saving.loaded import _source_files
-from cluster.errors import NoRoomToStage, SaveRefused
+from cluster.errors import ConfigError, NoRoomToStage, SaveRefused
 from cluster.publishing import list_saves
 from storage.errors import InvalidState, LongshoreError
 from storage.publishing.save_history import parse_history
@@ -39,6 +39,28 @@ def test_the_copy_is_saved_and_not_what_came_later(tmp_path: Path) -> None:
     assert report.tied == {"b.weight": "a.weight"}
     with cluster.safe_open(tmp_path / "m") as found:
         assert found.get_tensor("a.weight").eq(1).all()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_tensors_of_a_training_state_keep_their_names(tmp_path: Path, background: bool) -> None:
+    """Also where the names are those that wrappers add to the names of a model."""
+    ema = {"_orig_mod.w": torch.ones(2), "w": torch.zeros(3), "module._fsdp_wrapped_module.w": torch.full((4,), 2.0)}
+    if background:
+        cluster.asave(state(1), tmp_path / "m", extra_state={"ema": ema}).result(timeout_s=60)
+    else:
+        cluster.save(state(1), tmp_path / "m", extra_state={"ema": ema})
+    found = cluster.load_training_state(tmp_path / "m")["ema"]
+    assert found.keys() == ema.keys()
+    assert all(found[name].equal(ema[name]) for name in ema)
+    with cluster.safe_open(tmp_path / "m") as stored:
+        assert stored.keys() == ["a.weight"]
+
+
+def test_options_are_checked_before_the_copy(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="keep_lst"):
+        cluster.asave(state(1), tmp_path / "m", keep_lst=2)
+    with pytest.raises(ConfigError, match="asave: keep_last must be a whole number or None, not str"):
+        cluster.asave(state(1), tmp_path / "m", keep_last="2")
 
 
 def test_the_next_save_waits_and_reports_a_lost_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
