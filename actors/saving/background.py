@@ -33,7 +33,7 @@ from actors.saving.save import (
     ExtraFiles,
     SaveReport,
     agree_on_state,
-    as_mapping,
+    read_files,
     save,
     save_tensors,
     save_training,
@@ -72,7 +72,8 @@ def asave(
         optimizer: As for `save`.
         scheduler: As for `save`.
         extra_state: As for `save`.
-        extra_files: As for `save`.
+        extra_files: As for `save`. Rank 0 reads them before this returns. They are small files: their memory is not
+            compared with what the host has.
         **options: Further keyword arguments of `save`.
 
     Returns:
@@ -101,7 +102,8 @@ def asave(
     values = b""
     with given.meet() as ranks:  # which hear of an error
         tensors = {name: as_boxed(value) for name, value in as_stored(state_dict, model).items()}
-        given = replace(given, model=None, keeps_names=True, files={**config_files(model), **as_mapping(extra_files)})
+        files = read_files(extra_files, config_files(model)) if ranks.rank == 0 else {}
+        given = replace(given, model=None, keeps_names=True, files=files)
         if has_state:
             found, values = collect_state(model, optimizer, scheduler, extra_state)
             state = {name: as_boxed(value) for name, value in found.items()}
@@ -122,7 +124,7 @@ def _save_copy(
 ) -> SaveReport:
     started_s = time.monotonic()
     link = save_training(number, state, given) if number else {}
-    given = replace(given, files={**as_mapping(given.files), **link})
+    given = replace(given, files={**given.files, **link})
     with given.meet() as ranks:
         return save_tensors(tensors, given, ranks, started_s)
 

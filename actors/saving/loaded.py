@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from actors.devices.convert import stored_dtype
 from actors.saving.boxed import BoxedTensor
 from actors.saving.exchange import Ranks, forget_groups
-from actors.saving.save import ExtraFiles, SaveReport, as_mapping, save
+from actors.saving.save import ExtraFiles, SaveReport, read_files, save
 from actors.saving.training_state import LINK_KEY
 from cluster.argument_types import checks_arguments
 from cluster.errors import SaveRefused
@@ -80,8 +80,7 @@ def save_loaded(
             model.save("s3://models/llama-int4")
         ```
     """
-    files = {**_source_files(model, source_options or {}), **as_mapping(extra_files)}
-    contents = {name: data if isinstance(data, bytes) else Path(data).read_bytes() for name, data in files.items()}
+    files = read_files(extra_files, _source_files(model, source_options or {}))
     (address,) = model.call(_free_address, ranks=[0], timeout_s=timeout_s)
     ranks = list(model.ranks)  # others may join before the next call
     reports: list[SaveReport] = model.call(
@@ -89,7 +88,7 @@ def save_loaded(
         os.fspath(uri),
         address,
         len(ranks),
-        contents,
+        files,
         {**options, "save_timeout_s": save_timeout_s},
         ranks=ranks,
         timeout_s=timeout_s,

@@ -19,7 +19,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,6 @@ from actors.saving.training_state import LINK_KEY, STATE_KEY, collect_state, lin
 from actors.saving.writer import (
     Begun,
     CheckpointWriter,
-    Contents,
     PartsDiffer,
     begin_save,
     check_extra_files,
@@ -60,7 +60,7 @@ from cluster.telemetry.saves import PUBLISHING, WRITING
 from storage.checkpoints.model_index import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from storage.checksum import MANIFEST_HASH_NAMES
 from storage.errors import DependencyChanged, LongshoreError
-from storage.problems import quote
+from storage.problems import Problems, quote
 from storage.publishing.save_history import remember_save
 from storage.publishing.saves import PartRecord, writes_parts
 from storage.store_ref import Credentials
@@ -159,7 +159,7 @@ def save(
         scheduler: Also save the state of this scheduler, or of anything with `state_dict()`. That of rank 0 counts.
         extra_state: Also save these values by name: numbers, texts, lists, dicts, tensors. Those of rank 0 count.
         extra_files: Further files of the model, such as config.json: contents or paths by name, or a list of paths.
-            Those of rank 0 are written.
+            Those of rank 0 are written. Each is read once, at the begin of the save, and stays in memory until its end.
         since: Revision whose unchanged parts the store copies instead of getting them again: "latest", which is the
             one that is published there, or its revision. None: send everything.
         keep_last: Number of revisions whose files stay, this one included. Older ones are removed when this one is
@@ -200,7 +200,6 @@ def save(
         rank=rank,
         world_size=world_size,
         model=model,
-        files=extra_files,
         since=since,
         keep_last=keep_last,
         max_shard_bytes=max_shard_bytes,
@@ -216,11 +215,16 @@ def save(
         config=config,
     )
     with given.meet() as ranks:
+        if ranks.rank == 0:
+            try:
+                given = replace(given, files=read_files(extra_files, config_files(model)))
+            except SaveRefused as error:
+                given = replace(given, problems=(str(error),))
         has_state = not (optimizer is None and scheduler is None and extra_state is None)
         state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
         number = agree_on_state(ranks.gather(state_answer(optimizer, has_state)))
         if number:
-            given = replace(given, files={**as_mapping(extra_files), **save_training(number, state, given)})
+            given = replace(given, files={**given.files, **save_training(number, state, given)})
         return save_tensors(state_dict, given, ranks, started_s)
 
 
@@ -272,11 +276,33 @@ def save_tensors(state: Mapping[str, Any], given: Arguments, ranks: Ranks, start
     return report
 
 
-def as_mapping(files: ExtraFiles | None) -> dict[str, Contents]:
-    """Return extra files by their names."""
+def read_files(files: ExtraFiles | None, others: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the contents of the files beside the weights by their names: others, and extra files, which replace them.
+
+    Each is read once, here, so that a file that changes later is stored as it is now. Raises SaveRefused, which lists
+    every problem.
+    """
     if isinstance(files, Mapping):
-        return dict(files)
-    return {os.path.basename(os.fspath(path)): path for path in files or ()}
+        pairs = list(files.items())
+    else:
+        pairs = [(os.path.basename(os.fspath(path)), path) for path in files or ()]
+    found, names = dict(others), [name for name, _ in pairs]
+    problems = Problems(f"two files are called {quote(name)}" for name in sorted(set(names)) if names.count(name) > 1)
+    for name, contents in pairs:
+        if isinstance(contents, bytes):
+            found[name] = contents
+        elif not os.path.isfile(contents):
+            problems.add(f"{quote(name)}: no such file: {quote(os.fspath(contents))}")
+        else:
+            try:
+                found[name] = Path(contents).read_bytes()
+            except OSError as error:
+                problems.add(f"{quote(name)} cannot be read: {error.strerror}: {quote(os.fspath(contents))}")
+    for problem in check_extra_files(found):
+        problems.add(problem)
+    if problems:
+        raise SaveRefused(f"extra_files: {problems}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +327,8 @@ class Arguments:
     anonymous: bool
     credentials: Credentials | None
     config: Config | None
-    files: ExtraFiles | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)  # that are stored beside the weights; of rank 0
+    problems: tuple[str, ...] = ()  # that are found before ranks compare their arguments
     keeps_names: bool = False  # tensors are stored under the names that they have
 
     @property
@@ -324,7 +351,6 @@ class _Save:
         self._started_s = started_s
         self._reporter = reporter
         self._policy = RetryPolicy()
-        self._files: dict[str, Contents] = {}
         self._chunk_bytes = 0
         self._foreign = Peak()
         self._counts: list[_Counts] = []  # of each rank, when the records were last shared
@@ -414,7 +440,7 @@ class _Save:
     def _argument_problems(self) -> list[str]:
         """Return every problem of this rank's arguments, and note the checked ones."""
         given, ranks = self._given, self._ranks
-        found = []
+        found = list(given.problems)
         for name, value, expected in (
             ("rank", given.rank, ranks.rank),
             ("world_size", given.world_size, ranks.size),
@@ -446,15 +472,6 @@ class _Save:
             found.append(str(error))
         if given.keep_last is not None and given.keep_last < 1:
             found.append(f"keep_last is {given.keep_last}; it must be at least 1")
-        if ranks.rank == 0:
-            self._files = dict(config_files(given.model))
-        if ranks.rank == 0 and given.files is not None:
-            if not isinstance(given.files, Mapping):
-                names = [os.path.basename(os.fspath(path)) for path in given.files]
-                found += [f"two extra files are called {quote(name)}" for name in set(names) if names.count(name) > 1]
-            files = as_mapping(given.files)
-            found += [f"extra_files: {problem}" for problem in check_extra_files(files)]
-            self._files.update(files)
         return found
 
     def _merge(self, table: RankTable) -> Merged:
@@ -594,9 +611,9 @@ class _Save:
         data = b""
         if self._ranks.rank == 0:
             self._remember(store, (begun.replaces_save, begun.replaces_state), None)
-            manifest = writer.commit(extra_files=self._files, on_step=on_step)
+            manifest = writer.commit(extra_files=self._given.files, on_step=on_step)
             data = manifest.revision.encode()
-            state = next((found[1] for name in self._files if (found := LINK_KEY.fullmatch(name))), "")
+            state = next((found[1] for name in self._given.files if (found := LINK_KEY.fullmatch(name))), "")
             self._remember(store, (begun.revision, state), self._given.keep_last)
         return self._ranks.broadcast(data, 0).decode("ascii", "replace")
 

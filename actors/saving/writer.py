@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +74,6 @@ from storage.stores.requests import RetryPolicy, with_retries
 
 ONE_FILE_KEY = "model.safetensors"
 _LOG = logging.getLogger("longshore.save")
-Contents = bytes | os.PathLike[str] | str  # of a file: its bytes, or the path from which it is copied
 
 
 class PartsDiffer(SaveError):
@@ -509,14 +507,14 @@ class CheckpointWriter:
         self,
         records: Iterable[PartRecord] = (),
         *,
-        extra_files: Mapping[str, Contents] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         on_step: Callable[[str], object] = lambda step: None,
     ) -> Manifest:
         """Make the new revision visible, when every part is written. Call it in one process, once.
 
         Args:
             records: Records of parts that other processes wrote and that were not noted yet.
-            extra_files: Further files of the model by name: config.json, tokenizer files.
+            extra_files: Contents of further files of the model by name: config.json, tokenizer files.
             on_step: Called before each step with its name.
 
         Returns:
@@ -641,15 +639,14 @@ class CheckpointWriter:
         if found != self._begun.manifest_etag:
             raise _conflict(self._store)
 
-    def _keep_replaced(self, files: Mapping[str, Contents]) -> dict[str, ObjectInfo]:
+    def _keep_replaced(self, files: Mapping[str, bytes]) -> dict[str, ObjectInfo]:
         """Keep the bytes of files that are about to be replaced. Return those that the store has already."""
         self._check_conflict()
         found = read_replaced(self._store, self._policy)
         if found is None or found.revision != self._begun.replaces:
             found = ReplacedFiles(self._begun.replaces)
         kept, same = found, {}
-        for name, contents in files.items():
-            data = _bytes_of(contents)
+        for name, data in files.items():
             info = self._same_stored(name, len(data), digest_of(self._begun.hash_name, data).hex())
             if info is None:
                 kept = kept.and_also(self._store, name, data, self._policy)
@@ -660,9 +657,8 @@ class CheckpointWriter:
             with_retries(lambda: self._store.put(BEFORE_KEY, encoded), self._policy)
         return same
 
-    def _put_file(self, name: str, contents: Contents, same: Mapping[str, ObjectInfo]) -> ManifestFile:
+    def _put_file(self, name: str, data: bytes, same: Mapping[str, ObjectInfo]) -> ManifestFile:
         """Write a file unless the store has the same bytes, which keeps the revision before as it is."""
-        data = _bytes_of(contents)
         digest = digest_of(self._begun.hash_name, data).hex()
         info = same.get(name)
         if info is None:
@@ -688,10 +684,10 @@ class CheckpointWriter:
         return info if hasher.hexdigest() == digest else None
 
 
-def check_extra_files(files: Mapping[str, Contents]) -> Problems:
-    """Return every reason why these files cannot be stored beside the weights."""
+def check_extra_files(names: Iterable[str]) -> Problems:
+    """Return every reason why files of these names cannot be stored beside the weights."""
     problems = Problems()
-    for name, contents in files.items():
+    for name in names:
         try:
             unsafe = not is_safe_path(check_key(name))
         except StoreError:
@@ -700,19 +696,7 @@ def check_extra_files(files: Mapping[str, Contents]) -> Problems:
             problems.add(f"{quote(name)} is no relative path of a file")
         elif name in OWN_KEYS or name == INDEX_KEY or name.endswith(SUFFIX):
             problems.add(f"{quote(name)} is a name that the save uses itself")
-        elif not isinstance(contents, bytes) and not os.path.isfile(contents):
-            problems.add(f"{quote(name)}: no such file: {quote(os.fspath(contents))}")
     return problems
-
-
-def _bytes_of(contents: Contents) -> bytes:
-    if isinstance(contents, bytes):
-        return contents
-    try:
-        with open(contents, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise SaveRefused(f"an extra file cannot be read: {error.strerror}", path=os.fspath(contents)) from error
 
 
 def _conflict(store: ObjectStore, **details: Any) -> SaveConflict:

@@ -6,14 +6,18 @@ import gc
 import logging
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import cluster
 from actors.saving.loaded import _source_files
+from actors.saving.writer import CheckpointWriter
 from cluster.errors import ConfigError, NoRoomToStage, SaveRefused
 from cluster.publishing import list_saves
 from storage.errors import InvalidState, LongshoreError
@@ -54,6 +58,49 @@ def test_tensors_of_a_training_state_keep_their_names(tmp_path: Path, background
     assert all(found[name].equal(ema[name]) for name in ema)
     with cluster.safe_open(tmp_path / "m") as stored:
         assert stored.keys() == ["a.weight"]
+
+
+def test_extra_files_are_stored_as_they_are_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: the manifest has the digests of the stored bytes when a file changes while the save runs."""
+    file, uri = tmp_path / "trainer_state.json", tmp_path / "m"
+    waits, real = threading.Event(), CheckpointWriter.commit
+
+    def commit_later(self: CheckpointWriter, *args: Any, **options: Any) -> Any:
+        waits.wait(60)
+        file.unlink()
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "commit", commit_later)
+    for step in range(2):
+        waits.clear()
+        file.write_text(f"step {step}")
+        handle = cluster.asave(state(step), uri, extra_files=[file])
+        file.write_text("later")
+        waits.set()
+        handle.result(timeout_s=60)
+        assert (uri / file.name).read_text() == f"step {step}"
+    file.write_text("step 3")
+    cluster.save(state(3), uri, extra_files={file.name: str(file)})
+    assert (uri / file.name).read_text() == "step 3"
+    assert cluster.verify(uri, progress=False).ok
+
+
+@pytest.mark.parametrize("save", [cluster.save, cluster.asave])
+def test_extra_files_are_checked_at_the_call(tmp_path: Path, save: Callable[..., object]) -> None:
+    """Also of a save with a training state, of which nothing is written then."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(folder)
+    two = [tmp_path / "a/config.json", tmp_path / "b/config.json"]
+    for files, problem in (
+        (two, "two files are called 'config.json'"),
+        ([tmp_path / "none.txt"], "no such file"),
+        ({"../a": b""}, "no relative path"),
+    ):
+        for extra_state in (None, {"step": 1}):
+            with pytest.raises(SaveRefused, match=problem):
+                save(state(1), tmp_path / "m", extra_files=files, extra_state=extra_state)
+    assert not (tmp_path / "m").exists()
 
 
 def test_options_are_checked_before_the_copy(tmp_path: Path) -> None:
