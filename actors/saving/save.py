@@ -431,6 +431,8 @@ class _Save:
         given = self._given
         return arguments_text(
             uri=given.uri,
+            since=given.since,
+            save_timeout_s=float(given.save_timeout_s),
             max_shard_bytes=given.max_shard_bytes,
             hash_name=given.hash_name,
             chunk_bytes=self._chunk_bytes,

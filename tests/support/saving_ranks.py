@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,27 @@ def save_shards(folder: str, uri: str, layout: dict[str, int]) -> list[dict[str,
         dict(_save_rank(shard, uri, "", dist.get_world_size(), {"config.json": b"{}"}, options).as_dict())
         for _ in range(2)
     ]
+
+
+def refused_saves(uri: str) -> list[list[Any]]:
+    """Save with an argument that differs on two ranks, for each of some. Return each error and its seconds."""
+    rank, tensors, found = dist.get_rank(), {"w": torch.ones(3)}, list[list[Any]]()
+    first = dist.new_group([0])
+    cluster.save(tensors, uri)
+    for options in (
+        {"since": [None, "latest"][rank]},
+        {"since": [None, "latest"][rank], "extra_state": {"step": 1}},
+        {"save_timeout_s": [60.0, 61.0][rank]},
+        {"process_group": first},
+    ):
+        began_s = time.monotonic()
+        try:
+            cluster.save(tensors, uri, **options)
+            found.append(["", "", time.monotonic() - began_s])
+        except cluster.LongshoreError as error:
+            found.append([type(error).__name__, error.message, time.monotonic() - began_s])
+    cluster.save(tensors, uri)
+    return found
 
 
 def save_rows(uri: str, **options: Any) -> dict[str, int]:
