@@ -25,13 +25,13 @@ from actors.devices.convert import stored_dtype
 from actors.saving.boxed import BoxedTensor
 from actors.saving.exchange import Ranks, forget_groups
 from actors.saving.save import ExtraFiles, SaveReport, read_files, save
-from actors.saving.training_state import LINK_KEY
 from cluster.argument_types import checks_arguments
 from cluster.errors import SaveRefused
 from cluster.model import LoadedModel
 from cluster.small_files import SOURCE_KEY, config_folder
 from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.problems import Problems, quote
+from storage.publishing.saves import STATE_FILE
 
 if TYPE_CHECKING:
     from actors.shard import RankShard
@@ -108,7 +108,7 @@ def _source_files(model: LoadedModel, options: Mapping[str, Any]) -> dict[str, b
             if path.is_file() and path.name not in (HEADERS_KEY, SOURCE_KEY) and path.suffix != ".safetensors"
         }
         # The state of a training run stays with the source, and so does the file that names it.
-        files = {name: path.read_bytes() for name, path in found.items() if not LINK_KEY.fullmatch(name)}
+        files = {name: path.read_bytes() for name, path in found.items() if not STATE_FILE.fullmatch(name)}
     config = json.loads(files[CONFIG_KEY]) if CONFIG_KEY in files else {}
     quantized, dtype = model.report.quantization_config, model.report.precision.dtype
     if CONFIG_KEY in files and (quantized or dtype != "auto"):

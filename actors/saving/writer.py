@@ -19,8 +19,9 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from cluster.errors import SaveConflict, SaveError, SaveRefused
@@ -55,6 +56,7 @@ from storage.problems import Problems, quote
 from storage.publishing.publish import PIECE_BYTES
 from storage.publishing.saves import (
     COPY_PROBE_KEY,
+    STATE_FILE,
     JournalShard,
     PartRecord,
     SaveJournal,
@@ -684,9 +686,9 @@ class CheckpointWriter:
         return info if hasher.hexdigest() == digest else None
 
 
-def check_extra_files(names: Iterable[str]) -> Problems:
+def check_extra_files(names: Collection[str]) -> Problems:
     """Return every reason why files of these names cannot be stored beside the weights."""
-    problems = Problems()
+    problems, all_names = Problems(), {*names, *OWN_KEYS, INDEX_KEY}
     for name in names:
         try:
             unsafe = not is_safe_path(check_key(name))
@@ -694,8 +696,10 @@ def check_extra_files(names: Iterable[str]) -> Problems:
             unsafe = True
         if unsafe:
             problems.add(f"{quote(name)} is no relative path of a file")
-        elif name in OWN_KEYS or name == INDEX_KEY or name.endswith(SUFFIX):
+        elif name in OWN_KEYS or name == INDEX_KEY or name.endswith(SUFFIX) or STATE_FILE.fullmatch(name):
             problems.add(f"{quote(name)} is a name that the save uses itself")
+        elif above := next((each for each in map(str, PurePosixPath(name).parents) if each in all_names), ""):
+            problems.add(f"{quote(name)} is in a folder whose name is that of a file: {quote(above)}")
     return problems
 
 

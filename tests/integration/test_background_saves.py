@@ -96,6 +96,10 @@ def test_extra_files_are_checked_at_the_call(tmp_path: Path, save: Callable[...,
         (two, "two files are called 'config.json'"),
         ([tmp_path / "none.txt"], "no such file"),
         ({"../a": b""}, "no relative path"),
+        ({"a.json": b"", "a.json/b/c.json": b""}, "'a.json/b/c.json' is in a folder whose name is that of a file"),
+        ({"longshore.manifest.json/a": b""}, "is in a folder whose name is that of a file"),
+        ({"training/0123456789abcdef.json": b"{}"}, "a name that the save uses itself"),
+        ({"training/0123456789abcdef/state.json": b"{}"}, "a name that the save uses itself"),
     ):
         for extra_state in (None, {"step": 1}):
             with pytest.raises(SaveRefused, match=problem):
