@@ -63,6 +63,14 @@ def server_ref_of(folder: Path) -> Any:
     return parse_uri(str(folder))
 
 
+def test_scalars_on_a_mesh_are_saved(tmp_path: Path) -> None:
+    run_ranks(2, "tests.support.saving_ranks:save_scalars", str(tmp_path))
+
+
+def test_the_sharded_state_of_fsdp1_is_saved(tmp_path: Path) -> None:
+    assert run_ranks(2, "tests.support.saving_ranks:save_fsdp1", str(tmp_path)) == [["ShardedTensor"]] * 2
+
+
 def test_a_model_of_fsdp2_and_tp_is_loaded_by_others(tmp_path: Path) -> None:
     import transformers
 

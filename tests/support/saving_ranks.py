@@ -170,6 +170,46 @@ def refused_saves(uri: str) -> list[list[Any]]:
     return found
 
 
+def save_scalars(uri: str) -> None:
+    """Save DTensors without dimensions and without elements, with `save` and in the background, and read them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = {"scalar": torch.tensor(3.0), "none": torch.zeros(0, 4), "rows": torch.arange(5.0)}
+    state = {
+        name: distribute_tensor(tensor, mesh, [Shard(0) if tensor.ndim else Replicate()])
+        for name, tensor in whole.items()
+    }
+    cluster.save(state, f"{uri}/saved")
+    cluster.asave(state, f"{uri}/copied").result(timeout_s=60)
+    for place in (f"{uri}/saved", f"{uri}/copied"):
+        with cluster.safe_open(place) as found:
+            assert all(found.get_tensor(name).equal(tensor) for name, tensor in whole.items()), place
+
+
+def save_fsdp1(uri: str) -> list[str]:
+    """Save the sharded state dict of a model in FSDP1, with `save` and in the background, and read it.
+
+    Return the kinds of its values.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+        state = wrapped.state_dict()
+    cluster.save(state, f"{uri}/saved")
+    cluster.asave(state, f"{uri}/copied").result(timeout_s=60)
+    for place in (f"{uri}/saved", f"{uri}/copied"):
+        with cluster.safe_open(place) as found:
+            assert sorted(found.keys()) == sorted(whole)
+            assert all(found.get_tensor(name).equal(tensor) for name, tensor in whole.items()), place
+    return sorted({type(value).__name__ for value in state.values()})
+
+
 def save_rows(uri: str, **options: Any) -> dict[str, int]:
     """Save three tensors whose rows the ranks share. Return the number of files, and how many this rank completed."""
     from torch.distributed.device_mesh import init_device_mesh
