@@ -43,6 +43,7 @@ from actors.saving.writer import (
 from cluster.argument_types import checks_arguments
 from cluster.config import Config
 from cluster.errors import SaveError, SaveRefused
+from cluster.options import REVISION
 from cluster.request import StoreOptions, open_folder
 from cluster.saving.held import Merged, RankTable, arguments_text, merge
 from cluster.saving.plan import PlannedPart, Schedule, schedule
@@ -161,7 +162,7 @@ def save(
         extra_files: Further files of the model, such as config.json: contents or paths by name, or a list of paths.
             Those of rank 0 are written. Each is read once, at the begin of the save, and stays in memory until its end.
         since: Revision whose unchanged parts the store copies instead of getting them again: "latest", which is the
-            one that is published there, or its revision. None: send everything.
+            one that is published there, or its revision. None, or the revision of another: send everything.
         keep_last: Number of revisions whose files stay, this one included. Older ones are removed when this one is
             visible. None: all stay.
         max_shard_bytes: Most bytes of tensors in a file.
@@ -472,6 +473,10 @@ class _Save:
                 found.append("memory:// is in one process only: save to an object store or a shared folder")
         except LongshoreError as error:
             found.append(str(error))
+        if given.since not in (None, "latest") and not REVISION.fullmatch(given.since):
+            found.append(
+                f'since is {quote(given.since)}; it must be "latest", None or the revision of a save, 64 hex digits'
+            )
         if given.keep_last is not None and given.keep_last < 1:
             found.append(f"keep_last is {given.keep_last}; it must be at least 1")
         return found

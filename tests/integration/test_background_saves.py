@@ -207,6 +207,11 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         cluster.save(state(1), tmp_path / "m", extra_state={"path": tmp_path})
     with pytest.raises(SaveRefused, match="would be stored for"):
         cluster.save({"_orig_mod.a": torch.ones(2), "a": torch.ones(2)}, tmp_path / "m")
-    cluster.save(state(1), tmp_path / "m")
+    with pytest.raises(SaveRefused, match="since is 'lates'; it must be \"latest\", None or the revision"):
+        cluster.save(state(1), tmp_path / "m", since="lates")
+    assert not (tmp_path / "m").exists()
+    revision = cluster.save(state(1), tmp_path / "m").revision
+    assert cluster.save(state(2), tmp_path / "m", since="0" * 64).copied_bytes == 0
+    assert cluster.save(state(2), tmp_path / "m", since=revision).copied_bytes == 0, "another is published now"
     with pytest.raises(InvalidState, match="no state of a training run"):
         cluster.load_training_state(tmp_path / "m")
