@@ -159,7 +159,8 @@ class Ranks:
         group = _groups[self._name]
         # One group whatever the limits are, so that ranks whose limits differ can compare them.
         backend = group if store is not None else group._get_backend(torch.device("cpu"))
-        backend._set_default_timeout(timeout)
+        with contextlib.suppress(RuntimeError):  # torch's wrapper for debugging cannot change it: the first limit stays
+            backend._set_default_timeout(timeout)
         return group
 
     def run(self, call: Callable[[], T]) -> T:
