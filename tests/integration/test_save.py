@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -69,6 +70,14 @@ def test_scalars_on_a_mesh_are_saved(tmp_path: Path) -> None:
 
 def test_the_sharded_state_of_fsdp1_is_saved(tmp_path: Path) -> None:
     assert run_ranks(2, "tests.support.saving_ranks:save_fsdp1", str(tmp_path)) == [["ShardedTensor"]] * 2
+
+
+def test_a_save_takes_the_same_memory_beside_a_model_ten_times_as_large(tmp_path: Path) -> None:
+    peaks = []
+    for scale in (5, 50):  # of each rank 18 MB and 175 MB
+        peaks.append(max(run_ranks(2, "tests.support.saving_ranks:save_measured", str(tmp_path / "m"), scale=scale)))
+        shutil.rmtree(tmp_path / "m")
+    assert peaks[1] - peaks[0] < 60_000_000, peaks
 
 
 def test_a_model_of_fsdp2_and_tp_is_loaded_by_others(tmp_path: Path) -> None:

@@ -210,8 +210,11 @@ def save_fsdp1(uri: str) -> list[str]:
     return sorted({type(value).__name__ for value in state.values()})
 
 
-def save_rows(uri: str, **options: Any) -> dict[str, int]:
-    """Save three tensors whose rows the ranks share. Return the number of files, and how many this rank completed."""
+def save_rows(uri: str, changed: str = "", **options: Any) -> dict[str, int]:
+    """Save three tensors whose rows the ranks share, one of them changed. Return counts.
+
+    They are the number of files, how many this rank completed, and bytes of the report.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -227,6 +230,23 @@ def save_rows(uri: str, **options: Any) -> dict[str, int]:
     StreamedStore.complete_parts = counted  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = {name: torch.arange(1_998_000.0).reshape(999, 2000) + number for number, name in enumerate("abc")}
+    whole |= {name: whole[name] + 10 for name in changed}
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     report = cluster.save(state, uri, **options)
-    return {"shards": report.shards, "writes": len(completed)}
+    counted_bytes = {name: count for name, count in report.as_dict().items() if name.endswith("_bytes")}
+    return {"shards": report.shards, "writes": len(completed), **counted_bytes}
+
+
+def save_measured(uri: str, scale: int) -> int:
+    """Save 8.4 MB for each unit of scale, which the ranks share. Return the most memory of this rank beside them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    held = {f"layer.{number}": torch.full((700, 1250), float(rank + number)) for number in range(2 * scale - 2)}
+    held["turned"] = torch.full((1250 * 2, 700), float(rank)).t()
+    state = {name: DTensor.from_local(one, mesh, [Shard(0)], run_check=False) for name, one in held.items()}
+    cluster.save(state, uri, since=None, max_shard_bytes=100 << 20)
+    status = Path("/proc/self/status").read_text()
+    peak_bytes = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+    return peak_bytes - sum(one.numel() * one.element_size() for one in held.values())
