@@ -473,7 +473,7 @@ class _Save:
                 found.append("memory:// is in one process only: save to an object store or a shared folder")
         except LongshoreError as error:
             found.append(str(error))
-        if given.since not in (None, "latest") and not REVISION.fullmatch(given.since):
+        if given.since is not None and given.since != "latest" and not REVISION.fullmatch(given.since):
             found.append(
                 f'since is {quote(given.since)}; it must be "latest", None or the revision of a save, 64 hex digits'
             )
