@@ -194,7 +194,7 @@ def test_arguments_that_differ_on_two_ranks_are_named(tmp_path: Path) -> None:
     """Also: a rank outside the group is refused at once, and the next save of the same ranks is not disturbed."""
     ranks = run_ranks(2, "tests.support.saving_ranks:refused_saves", str(tmp_path / "model"))
     for each in zip(*ranks, strict=True):
-        assert all(seconds < 20 for _, _, seconds in each), each
+        assert all(seconds < 55 for _, _, seconds in each), each  # less than any of the limits
     since, with_state, limit, outside = zip(*[[one[:2] for one in found] for found in ranks], strict=True)
     for same, name in ((since, "since"), (with_state, "since"), (limit, "save_timeout_s")):
         assert (
