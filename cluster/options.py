@@ -51,7 +51,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 PlacementName = Literal["auto", "via_arena", "direct"]
 QuantizationName = Literal["fp8", "fp8_tensor", "int8", "int4", "nf4"]
 
-_REVISION = re.compile(r"[0-9a-f]{64}")
+REVISION = re.compile(r"[0-9a-f]{64}")
 LOAD, PLAN, HOST_RANK, SAFE_OPEN = "load", "plan", "host_rank", "safe_open"
 EVERYWHERE = (LOAD, PLAN, HOST_RANK)
 READS = (*EVERYWHERE, SAFE_OPEN)
@@ -326,7 +326,7 @@ def check_signed_name(given: str | None) -> str:
 
 def check_revision(given: str | None) -> str:
     """Return the revision; "" for None, which asks for none. Raises ConfigError."""
-    if given is not None and not _REVISION.fullmatch(given):
+    if given is not None and not REVISION.fullmatch(given):
         raise ConfigError(
             f"a revision is 64 hex digits, not {given!r:.80}",
             hint="whole, as `longshore publish`, `longshore plan` and reports of loads show it",

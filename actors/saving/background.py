@@ -15,27 +15,32 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, get_type_hints
 
 import torch
 
 from actors.saving.boxed import BoxedTensor, as_boxed
-from actors.saving.exchange import Ranks
+from actors.saving.exchange import Agreed, Ranks
 from actors.saving.handles import SaveHandle, start_save, wait_for_background_saves
 from actors.saving.hf_names import as_stored, config_files
 from actors.saving.save import (
+    Arguments,
     ExtraFiles,
     SaveReport,
     agree_on_state,
-    as_mapping,
+    read_files,
     save,
+    save_tensors,
     save_training,
     state_answer,
 )
 from actors.saving.training_state import collect_state
-from cluster.argument_types import checks_arguments
+from cluster.argument_types import check_types, checks_arguments
 from cluster.errors import NoRoomToStage
 from storage.host.memory import available_host_bytes
 from storage.problems import show_bytes
@@ -67,7 +72,8 @@ def asave(
         optimizer: As for `save`.
         scheduler: As for `save`.
         extra_state: As for `save`.
-        extra_files: As for `save`.
+        extra_files: As for `save`. Rank 0 reads them before this returns. They are small files: their memory is not
+            compared with what the host has.
         **options: Further keyword arguments of `save`.
 
     Returns:
@@ -87,63 +93,52 @@ def asave(
     """
     wait_for_background_saves()
     place = os.fspath(uri)
+    bound = signature(save).bind(state_dict, place, model=model, **options)  # TypeError for a name that `save` lacks
+    bound.apply_defaults()
+    check_types(get_type_hints(Arguments), options, "asave: ")
+    given = Arguments(**{name: value for name, value in bound.arguments.items() if name in Arguments.__slots__})
     has_state = not (optimizer is None and scheduler is None and extra_state is None)
-    tensors: dict[str, Any] = {}
     state: dict[str, Any] = {}
-    files: dict[str, Any] = {}
-    values, refused = b"", None
-    try:
+    values = b""
+    with given.meet() as ranks:  # which hear of an error
         tensors = {name: as_boxed(value) for name, value in as_stored(state_dict, model).items()}
-        files = {**config_files(model), **as_mapping(extra_files)}
+        files = read_files(extra_files, config_files(model)) if ranks.rank == 0 else {}
+        given = replace(given, model=None, keeps_names=True, files=files)
         if has_state:
             found, values = collect_state(model, optimizer, scheduler, extra_state)
             state = {name: as_boxed(value) for name, value in found.items()}
-    except Exception as error:
-        refused = error  # the other ranks hear of it below
-    number = _agree([tensors, state], options, refused, state_answer(optimizer, has_state))
+        number = _agree(ranks, [tensors, state], state_answer(optimizer, has_state))
     copies: dict[Any, torch.Tensor] = {}
     try:
         tensors, state = _copied(tensors, copies), _copied(state, copies)
     except BaseException:
-        with _ranks(options):  # the others wait for this rank, and get the error
+        with given.meet():  # the others wait for this rank, and get the error
             raise
 
     # Not a nested function: the frame of one keeps its variables, the copy among them, as long as its error is kept.
-    return start_save(place, partial(_save_copy, tensors, place, number, (state, values), files, options))
+    return start_save(place, partial(_save_copy, tensors, number, (state, values), given))
 
 
 def _save_copy(
-    tensors: Mapping[str, Any],
-    place: str,
-    number: str,
-    state: tuple[Mapping[str, Any], bytes],
-    files: Mapping[str, Any],
-    options: Mapping[str, Any],
+    tensors: Mapping[str, Any], number: str, state: tuple[Mapping[str, Any], bytes], given: Arguments
 ) -> SaveReport:
-    link = save_training(number, state, place, **options) if number else {}
-    return save(tensors, place, extra_files={**files, **link}, **options)
+    started_s = time.monotonic()
+    link = save_training(number, state, given) if number else {}
+    given = replace(given, files={**given.files, **link})
+    with given.meet() as ranks:
+        return save_tensors(tensors, given, ranks, started_s)
 
 
-def _ranks(options: Mapping[str, Any]) -> Ranks:
-    given = {name: options[name] for name in ("process_group", "rank", "world_size") if name in options}
-    return Ranks(**given, timeout_s=float(options.get("save_timeout_s", 600.0)))
-
-
-def _agree(
-    states: list[dict[str, Any]], options: Mapping[str, Any], refused: Exception | None, about_state: bytes
-) -> str:
+def _agree(ranks: Ranks, states: list[dict[str, Any]], about_state: bytes) -> str:
     """Return the number of the training state, "" without one.
 
-    Raises on every rank if one rank cannot save, or if one host lacks memory for the copies of its ranks.
+    Raises on every rank if one host lacks memory for the copies of its ranks.
     """
     memory = {_memory_of(tensor): tensor.numel() * tensor.element_size() for s in states for tensor in _local(s)}
     room_bytes = int(available_host_bytes() * (1 - SPARE_FRACTION))
     mine = [socket.gethostname(), sum(memory.values()), room_bytes, about_state.decode()]
-    with _ranks(options) as ranks:
-        if refused is not None:
-            raise refused
-        answers = [json.loads(answer) for answer in ranks.gather(json.dumps(mine).encode())]
-        number = agree_on_state([answer[3].encode() for answer in answers])
+    answers = [json.loads(answer) for answer in ranks.gather(json.dumps(mine).encode())]
+    number = agree_on_state([answer[3].encode() for answer in answers])
     needed: dict[str, int] = {}
     room: dict[str, int] = {}
     for host, need, have, _ in answers:
@@ -151,14 +146,16 @@ def _agree(
         room[host] = min(room.get(host, have), have)
     for host in needed:
         if needed[host] > room[host]:
-            raise NoRoomToStage(
-                f"a copy of the tensors takes {show_bytes(needed[host])} of memory on {host}, which has "
-                f"{show_bytes(room[host])}: {show_bytes(needed[host] - room[host])} are missing",
-                hint="call save, which copies nothing, or free memory there",
-                host=host,
-                needed_bytes=needed[host],
-                free_bytes=room[host],
-                missing_bytes=needed[host] - room[host],
+            raise Agreed(
+                NoRoomToStage(
+                    f"a copy of the tensors takes {show_bytes(needed[host])} of memory on {host}, which has "
+                    f"{show_bytes(room[host])}: {show_bytes(needed[host] - room[host])} are missing",
+                    hint="call save, which copies nothing, or free memory there",
+                    host=host,
+                    needed_bytes=needed[host],
+                    free_bytes=room[host],
+                    missing_bytes=needed[host] - room[host],
+                )
             )
     return number
 

@@ -56,9 +56,10 @@ class SourceBoxes:
         else:
             raise TypeError(f"{type(value).__name__} is not cut")
         self._held = [(rank, box) for rank, box in self._held if 0 not in box[1]]
-        strides = np.cumprod([1, *reversed(self.shape[1:])])[::-1].astype(np.int64)
-        first = np.array([box[0] for _, box in self._held], np.int64).reshape(-1, len(self.shape))
-        sizes = np.array([box[1] for _, box in self._held], np.int64).reshape(-1, len(self.shape))
+        table = (len(self._held), len(self.shape))  # of a scalar, rows without columns
+        strides = np.cumprod([1, *reversed(self.shape[1:])])[::-1][: table[1]].astype(np.int64)
+        first = np.array([box[0] for _, box in self._held], np.int64).reshape(table)
+        sizes = np.array([box[1] for _, box in self._held], np.int64).reshape(table)
         self._first = first @ strides  # the element with which each box begins, in row-major order of the whole
         self._last = (first + sizes - 1) @ strides
 

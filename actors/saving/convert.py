@@ -135,8 +135,7 @@ def convert(
     wanted = None if dtype is None else _stored_name(dtype)
     with contextlib.closing(source.open()) as store:
         found, listing = find_source(store, only_key or safetensors_key)
-    extra = {name: b"" for name in found.extra_files}
-    keep = {name for name in extra if not check_extra_files({name: b""}) and not name.endswith(".index.json")}
+    keep = {name for name in found.extra_files if not check_extra_files([name]) and not name.endswith(".index.json")}
     found = replace(found, extra_files={name: key for name, key in found.extra_files.items() if name in keep})
     plan = plan_conversion(
         found, listing, dtype=wanted, max_shard_bytes=max_shard_bytes, chunk_bytes=config.chunk_bytes

@@ -39,7 +39,7 @@ from storage.problems import without_secrets
 
 T = TypeVar("T")
 MAX_GATHERED_BYTES = 256 << 20  # of one rank in one collective
-_groups: dict[tuple[str, float], Any] = {}  # gloo groups by the name of the caller's group
+_groups: dict[str, Any] = {}  # gloo groups by the name of the caller's group
 _saves: dict[str, int] = {}  # saves that this process began, by the name of the group
 _stores: dict[str, Any] = {}  # stores of ranks without a process group, by the name of the group
 
@@ -54,8 +54,7 @@ def forget_groups() -> None:
 def _leave_stores() -> None:
     """Close groups and connections of ranks without a process group, before the interpreter ends its threads."""
     for name in _stores:
-        for key in [key for key in _groups if key[0] == name]:
-            del _groups[key]
+        _groups.pop(name, None)
     _stores.clear()
 
 
@@ -90,7 +89,7 @@ class Ranks:
             timeout_s: Longest time in seconds to wait for the others.
 
         Raises:
-            SaveRefused: There is no group, and the ranks cannot meet.
+            SaveRefused: There is no group, and the ranks cannot meet. Or this process is not in the group.
             SaveError: The others do not come.
         """
         self.rank, self.size = 0, 1
@@ -102,7 +101,12 @@ class Ranks:
 
         own = process_group is None and not (dist.is_available() and dist.is_initialized())
         if not own:
-            self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+            self.rank = dist.get_rank(process_group)
+            if self.rank < 0:
+                raise SaveRefused(
+                    f"rank {dist.get_rank()} is not in process_group", hint="call save on the ranks of that group only"
+                )
+            self.size = dist.get_world_size(process_group)
             members = dist.get_process_group_ranks(process_group)
         elif rank is not None and world_size is not None:
             if not 0 <= rank < world_size:
@@ -145,14 +149,19 @@ class Ranks:
     def _join(self, members: list[int], store: Any) -> Any:
         import torch.distributed as dist
 
-        key, timeout = (self._name, self._timeout_s), timedelta(seconds=self._timeout_s)
-        if key not in _groups:
-            _groups[key] = (
+        timeout = timedelta(seconds=self._timeout_s)
+        if self._name not in _groups:
+            _groups[self._name] = (
                 dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
                 if store is None
                 else dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
             )
-        return _groups[key]
+        group = _groups[self._name]
+        # One group whatever the limits are, so that ranks whose limits differ can compare them.
+        backend = group if store is not None else group._get_backend(torch.device("cpu"))
+        with contextlib.suppress(RuntimeError):  # torch's wrapper for debugging cannot change it: the first limit stays
+            backend._set_default_timeout(timeout)
+        return group
 
     def run(self, call: Callable[[], T]) -> T:
         """Run something that waits for other ranks. Raises SaveError, naming a rank, when the save has ended there."""
@@ -252,7 +261,7 @@ class Ranks:
             return
         if error is not None:
             watch.post(self.rank, without_secrets(f"{type(error).__name__}: {error}"))
-            _groups.pop((self._name, self._timeout_s), None)  # messages of this save may still be on their way
+            _groups.pop(self._name, None)  # messages of this save may still be on their way
             if self.global_ranks.get(0) == self.rank:  # the store may end with this process
                 watch.wait_until_told()
         watch.close()

@@ -24,14 +24,14 @@ from pydantic import TypeAdapter
 from actors.devices.convert import stored_dtype
 from actors.saving.boxed import BoxedTensor
 from actors.saving.exchange import Ranks, forget_groups
-from actors.saving.save import ExtraFiles, SaveReport, as_mapping, save
-from actors.saving.training_state import LINK_KEY
+from actors.saving.save import ExtraFiles, SaveReport, read_files, save
 from cluster.argument_types import checks_arguments
 from cluster.errors import SaveRefused
 from cluster.model import LoadedModel
 from cluster.small_files import SOURCE_KEY, config_folder
 from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.problems import Problems, quote
+from storage.publishing.saves import STATE_FILE
 
 if TYPE_CHECKING:
     from actors.shard import RankShard
@@ -80,8 +80,7 @@ def save_loaded(
             model.save("s3://models/llama-int4")
         ```
     """
-    files = {**_source_files(model, source_options or {}), **as_mapping(extra_files)}
-    contents = {name: data if isinstance(data, bytes) else Path(data).read_bytes() for name, data in files.items()}
+    files = read_files(extra_files, _source_files(model, source_options or {}))
     (address,) = model.call(_free_address, ranks=[0], timeout_s=timeout_s)
     ranks = list(model.ranks)  # others may join before the next call
     reports: list[SaveReport] = model.call(
@@ -89,7 +88,7 @@ def save_loaded(
         os.fspath(uri),
         address,
         len(ranks),
-        contents,
+        files,
         {**options, "save_timeout_s": save_timeout_s},
         ranks=ranks,
         timeout_s=timeout_s,
@@ -109,7 +108,7 @@ def _source_files(model: LoadedModel, options: Mapping[str, Any]) -> dict[str, b
             if path.is_file() and path.name not in (HEADERS_KEY, SOURCE_KEY) and path.suffix != ".safetensors"
         }
         # The state of a training run stays with the source, and so does the file that names it.
-        files = {name: path.read_bytes() for name, path in found.items() if not LINK_KEY.fullmatch(name)}
+        files = {name: path.read_bytes() for name, path in found.items() if not STATE_FILE.fullmatch(name)}
     config = json.loads(files[CONFIG_KEY]) if CONFIG_KEY in files else {}
     quantized, dtype = model.report.quantization_config, model.report.precision.dtype
     if CONFIG_KEY in files and (quantized or dtype != "auto"):

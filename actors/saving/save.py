@@ -19,7 +19,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,6 @@ from actors.saving.training_state import LINK_KEY, STATE_KEY, collect_state, lin
 from actors.saving.writer import (
     Begun,
     CheckpointWriter,
-    Contents,
     PartsDiffer,
     begin_save,
     check_extra_files,
@@ -43,6 +43,7 @@ from actors.saving.writer import (
 from cluster.argument_types import checks_arguments
 from cluster.config import Config
 from cluster.errors import SaveError, SaveRefused
+from cluster.options import REVISION
 from cluster.request import StoreOptions, open_folder
 from cluster.saving.held import Merged, RankTable, arguments_text, merge
 from cluster.saving.plan import PlannedPart, Schedule, schedule
@@ -60,7 +61,7 @@ from cluster.telemetry.saves import PUBLISHING, WRITING
 from storage.checkpoints.model_index import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from storage.checksum import MANIFEST_HASH_NAMES
 from storage.errors import DependencyChanged, LongshoreError
-from storage.problems import quote
+from storage.problems import Problems, quote
 from storage.publishing.save_history import remember_save
 from storage.publishing.saves import PartRecord, writes_parts
 from storage.store_ref import Credentials
@@ -159,9 +160,9 @@ def save(
         scheduler: Also save the state of this scheduler, or of anything with `state_dict()`. That of rank 0 counts.
         extra_state: Also save these values by name: numbers, texts, lists, dicts, tensors. Those of rank 0 count.
         extra_files: Further files of the model, such as config.json: contents or paths by name, or a list of paths.
-            Those of rank 0 are written.
+            Those of rank 0 are written. Each is read once, at the begin of the save, and stays in memory until its end.
         since: Revision whose unchanged parts the store copies instead of getting them again: "latest", which is the
-            one that is published there, or its revision. None: send everything.
+            one that is published there, or its revision. None, or the revision of another: send everything.
         keep_last: Number of revisions whose files stay, this one included. Older ones are removed when this one is
             visible. None: all stay.
         max_shard_bytes: Most bytes of tensors in a file.
@@ -194,12 +195,12 @@ def save(
     """
     started_s = time.monotonic()
     wait_for_background_saves()
-    given = _Arguments(
+    given = Arguments(
         uri=os.fspath(uri),
+        process_group=process_group,
         rank=rank,
         world_size=world_size,
         model=model,
-        files=extra_files,
         since=since,
         keep_last=keep_last,
         max_shard_bytes=max_shard_bytes,
@@ -207,40 +208,25 @@ def save(
         chunk_bytes=chunk_bytes,
         slots=slots,
         save_timeout_s=save_timeout_s,
-        options=StoreOptions(endpoint_url, region, profile, anonymous),
+        endpoint_url=endpoint_url,
+        region=region,
+        profile=profile,
+        anonymous=anonymous,
         credentials=credentials,
         config=config,
     )
-    timeout_s = save_timeout_s if save_timeout_s > 0 else 600.0
-    with Ranks(process_group, rank=rank, world_size=world_size, timeout_s=timeout_s) as ranks:
+    with given.meet() as ranks:
+        if ranks.rank == 0:
+            try:
+                given = replace(given, files=read_files(extra_files, config_files(model)))
+            except SaveRefused as error:
+                given = replace(given, problems=(str(error),))
         has_state = not (optimizer is None and scheduler is None and extra_state is None)
         state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
         number = agree_on_state(ranks.gather(state_answer(optimizer, has_state)))
         if number:
-            link = save_training(
-                number,
-                state,
-                given.uri,
-                rank=rank,
-                world_size=world_size,
-                process_group=process_group,
-                hash_name=hash_name,
-                chunk_bytes=chunk_bytes,
-                slots=slots,
-                save_timeout_s=save_timeout_s,
-                endpoint_url=endpoint_url,
-                region=region,
-                profile=profile,
-                anonymous=anonymous,
-                credentials=credentials,
-                config=config,
-            )
-            given = replace(given, files={**as_mapping(extra_files), **link})
-        with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
-            with ranks:  # which are told first how it ended
-                report = _Save(ranks, given, started_s, reporter).run(state_dict)
-            reporter.published(revision=report.revision)
-        return report
+            given = replace(given, files={**given.files, **save_training(number, state, given)})
+        return save_tensors(state_dict, given, ranks, started_s)
 
 
 def state_answer(optimizer: Any, has_state: bool) -> bytes:
@@ -262,31 +248,73 @@ def agree_on_state(answers: Sequence[bytes]) -> str:
     return answers[0][1:].decode("ascii", "replace")
 
 
-def save_training(number: str, state: tuple[Mapping[str, Any], bytes], uri: str, **options: Any) -> dict[str, bytes]:
+def save_training(number: str, state: tuple[Mapping[str, Any], bytes], given: Arguments) -> dict[str, bytes]:
     """Save the state of a training run in a folder of its own, and return the file of the model that names it.
 
-    It is complete before the model refers to it. All ranks give the same number.
+    It is complete before the model refers to it. All ranks give the same number. Its tensors keep their names, by which
+    the other file of the state refers to them.
     """
     tensors, data = state
-    options = {name: value for name, value in options.items() if name not in ("since", "keep_last", "max_shard_bytes")}
-    report = save(tensors, f"{uri.rstrip('/')}/training/{number}", extra_files={STATE_KEY: data}, **options)
+    given = replace(
+        given,
+        uri=f"{given.uri.rstrip('/')}/training/{number}",
+        model=None,
+        files={STATE_KEY: data},
+        keep_last=None,
+        keeps_names=True,
+    )
+    with given.meet() as ranks:
+        report = save_tensors(tensors, given, ranks, time.monotonic())
     return link_file(number, report.revision)
 
 
-def as_mapping(files: ExtraFiles | None) -> dict[str, Contents]:
-    """Return extra files by their names."""
+def save_tensors(state: Mapping[str, Any], given: Arguments, ranks: Ranks, started_s: float) -> SaveReport:
+    """Save tensors and files as one checkpoint. It ends the ranks' connection with an error of any of them."""
+    with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
+        with ranks:  # which are told first how it ended
+            report = _Save(ranks, given, started_s, reporter).run(state)
+        reporter.published(revision=report.revision)
+    return report
+
+
+def read_files(files: ExtraFiles | None, others: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the contents of the files beside the weights by their names: others, and extra files, which replace them.
+
+    Each is read once, here, so that a file that changes later is stored as it is now. Raises SaveRefused, which lists
+    every problem.
+    """
     if isinstance(files, Mapping):
-        return dict(files)
-    return {os.path.basename(os.fspath(path)): path for path in files or ()}
+        pairs = list(files.items())
+    else:
+        pairs = [(os.path.basename(os.fspath(path)), path) for path in files or ()]
+    found, names = dict(others), [name for name, _ in pairs]
+    problems = Problems(f"two files are called {quote(name)}" for name in sorted(set(names)) if names.count(name) > 1)
+    for name, contents in pairs:
+        if isinstance(contents, bytes):
+            found[name] = contents
+        elif not os.path.isfile(contents):
+            problems.add(f"{quote(name)}: no such file: {quote(os.fspath(contents))}")
+        else:
+            try:
+                found[name] = Path(contents).read_bytes()
+            except OSError as error:
+                problems.add(f"{quote(name)} cannot be read: {error.strerror}: {quote(os.fspath(contents))}")
+    for problem in check_extra_files(found):
+        problems.add(problem)
+    if problems:
+        raise SaveRefused(f"extra_files: {problems}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Arguments:
+class Arguments:
+    """The arguments of `save`, but for the tensors and the state of the training run."""
+
     uri: str
+    process_group: Any
     rank: int | None
     world_size: int | None
     model: Any
-    files: ExtraFiles | None
     since: str | None
     keep_last: int | None
     max_shard_bytes: int
@@ -294,21 +322,36 @@ class _Arguments:
     chunk_bytes: int | None
     slots: int
     save_timeout_s: float
-    options: StoreOptions
+    endpoint_url: str | None
+    region: str | None
+    profile: str | None
+    anonymous: bool
     credentials: Credentials | None
     config: Config | None
+    files: Mapping[str, bytes] = field(default_factory=dict)  # that are stored beside the weights; of rank 0
+    problems: tuple[str, ...] = ()  # that are found before ranks compare their arguments
+    keeps_names: bool = False  # tensors are stored under the names that they have
+
+    @property
+    def options(self) -> StoreOptions:
+        """Return where and how the store is reached."""
+        return StoreOptions(self.endpoint_url, self.region, self.profile, self.anonymous)
+
+    def meet(self) -> Ranks:
+        """Join the other ranks."""
+        timeout_s = self.save_timeout_s if 0 < self.save_timeout_s < float("inf") else 600.0  # `_Save` refuses it
+        return Ranks(self.process_group, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
 
 
 class _Save:
     """One save of one rank."""
 
-    def __init__(self, ranks: Ranks, given: _Arguments, started_s: float, reporter: SaveReporter) -> None:
+    def __init__(self, ranks: Ranks, given: Arguments, started_s: float, reporter: SaveReporter) -> None:
         self._ranks = ranks
         self._given = given
         self._started_s = started_s
         self._reporter = reporter
         self._policy = RetryPolicy()
-        self._files: dict[str, Contents] = {}
         self._chunk_bytes = 0
         self._foreign = Peak()
         self._counts: list[_Counts] = []  # of each rank, when the records were last shared
@@ -320,7 +363,7 @@ class _Save:
         with self._timed("plan_s"):
             problems = self._argument_problems()
             try:
-                state = as_stored(state, self._given.model)
+                state = state if self._given.keeps_names else as_stored(state, self._given.model)
             except (SaveRefused, DependencyChanged) as error:
                 problems.append(str(error))
             held = HeldTensors(state, self._ranks.global_ranks, self._shared_arguments())
@@ -389,6 +432,8 @@ class _Save:
         given = self._given
         return arguments_text(
             uri=given.uri,
+            since=given.since,
+            save_timeout_s=float(given.save_timeout_s),
             max_shard_bytes=given.max_shard_bytes,
             hash_name=given.hash_name,
             chunk_bytes=self._chunk_bytes,
@@ -398,7 +443,7 @@ class _Save:
     def _argument_problems(self) -> list[str]:
         """Return every problem of this rank's arguments, and note the checked ones."""
         given, ranks = self._given, self._ranks
-        found = []
+        found = list(given.problems)
         for name, value, expected in (
             ("rank", given.rank, ranks.rank),
             ("world_size", given.world_size, ranks.size),
@@ -428,17 +473,12 @@ class _Save:
                 found.append("memory:// is in one process only: save to an object store or a shared folder")
         except LongshoreError as error:
             found.append(str(error))
+        if given.since is not None and given.since != "latest" and not REVISION.fullmatch(given.since):
+            found.append(
+                f'since is {quote(given.since)}; it must be "latest", None or the revision of a save, 64 hex digits'
+            )
         if given.keep_last is not None and given.keep_last < 1:
             found.append(f"keep_last is {given.keep_last}; it must be at least 1")
-        if ranks.rank == 0:
-            self._files = dict(config_files(given.model))
-        if ranks.rank == 0 and given.files is not None:
-            if not isinstance(given.files, Mapping):
-                names = [os.path.basename(os.fspath(path)) for path in given.files]
-                found += [f"two extra files are called {quote(name)}" for name in set(names) if names.count(name) > 1]
-            files = as_mapping(given.files)
-            found += [f"extra_files: {problem}" for problem in check_extra_files(files)]
-            self._files.update(files)
         return found
 
     def _merge(self, table: RankTable) -> Merged:
@@ -578,9 +618,9 @@ class _Save:
         data = b""
         if self._ranks.rank == 0:
             self._remember(store, (begun.replaces_save, begun.replaces_state), None)
-            manifest = writer.commit(extra_files=self._files, on_step=on_step)
+            manifest = writer.commit(extra_files=self._given.files, on_step=on_step)
             data = manifest.revision.encode()
-            state = next((found[1] for name in self._files if (found := LINK_KEY.fullmatch(name))), "")
+            state = next((found[1] for name in self._given.files if (found := LINK_KEY.fullmatch(name))), "")
             self._remember(store, (begun.revision, state), self._given.keep_last)
         return self._ranks.broadcast(data, 0).decode("ascii", "replace")
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from cluster.errors import SaveConflict, SaveError, SaveRefused
@@ -56,6 +56,7 @@ from storage.problems import Problems, quote
 from storage.publishing.publish import PIECE_BYTES
 from storage.publishing.saves import (
     COPY_PROBE_KEY,
+    STATE_FILE,
     JournalShard,
     PartRecord,
     SaveJournal,
@@ -75,7 +76,6 @@ from storage.stores.requests import RetryPolicy, with_retries
 
 ONE_FILE_KEY = "model.safetensors"
 _LOG = logging.getLogger("longshore.save")
-Contents = bytes | os.PathLike[str] | str  # of a file: its bytes, or the path from which it is copied
 
 
 class PartsDiffer(SaveError):
@@ -509,14 +509,14 @@ class CheckpointWriter:
         self,
         records: Iterable[PartRecord] = (),
         *,
-        extra_files: Mapping[str, Contents] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         on_step: Callable[[str], object] = lambda step: None,
     ) -> Manifest:
         """Make the new revision visible, when every part is written. Call it in one process, once.
 
         Args:
             records: Records of parts that other processes wrote and that were not noted yet.
-            extra_files: Further files of the model by name: config.json, tokenizer files.
+            extra_files: Contents of further files of the model by name: config.json, tokenizer files.
             on_step: Called before each step with its name.
 
         Returns:
@@ -641,15 +641,14 @@ class CheckpointWriter:
         if found != self._begun.manifest_etag:
             raise _conflict(self._store)
 
-    def _keep_replaced(self, files: Mapping[str, Contents]) -> dict[str, ObjectInfo]:
+    def _keep_replaced(self, files: Mapping[str, bytes]) -> dict[str, ObjectInfo]:
         """Keep the bytes of files that are about to be replaced. Return those that the store has already."""
         self._check_conflict()
         found = read_replaced(self._store, self._policy)
         if found is None or found.revision != self._begun.replaces:
             found = ReplacedFiles(self._begun.replaces)
         kept, same = found, {}
-        for name, contents in files.items():
-            data = _bytes_of(contents)
+        for name, data in files.items():
             info = self._same_stored(name, len(data), digest_of(self._begun.hash_name, data).hex())
             if info is None:
                 kept = kept.and_also(self._store, name, data, self._policy)
@@ -660,9 +659,8 @@ class CheckpointWriter:
             with_retries(lambda: self._store.put(BEFORE_KEY, encoded), self._policy)
         return same
 
-    def _put_file(self, name: str, contents: Contents, same: Mapping[str, ObjectInfo]) -> ManifestFile:
+    def _put_file(self, name: str, data: bytes, same: Mapping[str, ObjectInfo]) -> ManifestFile:
         """Write a file unless the store has the same bytes, which keeps the revision before as it is."""
-        data = _bytes_of(contents)
         digest = digest_of(self._begun.hash_name, data).hex()
         info = same.get(name)
         if info is None:
@@ -688,31 +686,21 @@ class CheckpointWriter:
         return info if hasher.hexdigest() == digest else None
 
 
-def check_extra_files(files: Mapping[str, Contents]) -> Problems:
-    """Return every reason why these files cannot be stored beside the weights."""
-    problems = Problems()
-    for name, contents in files.items():
+def check_extra_files(names: Collection[str]) -> Problems:
+    """Return every reason why files of these names cannot be stored beside the weights."""
+    problems, all_names = Problems(), {*names, *OWN_KEYS, INDEX_KEY}
+    for name in names:
         try:
             unsafe = not is_safe_path(check_key(name))
         except StoreError:
             unsafe = True
         if unsafe:
             problems.add(f"{quote(name)} is no relative path of a file")
-        elif name in OWN_KEYS or name == INDEX_KEY or name.endswith(SUFFIX):
+        elif name in OWN_KEYS or name == INDEX_KEY or name.endswith(SUFFIX) or STATE_FILE.fullmatch(name):
             problems.add(f"{quote(name)} is a name that the save uses itself")
-        elif not isinstance(contents, bytes) and not os.path.isfile(contents):
-            problems.add(f"{quote(name)}: no such file: {quote(os.fspath(contents))}")
+        elif above := next((each for each in map(str, PurePosixPath(name).parents) if each in all_names), ""):
+            problems.add(f"{quote(name)} is in a folder whose name is that of a file: {quote(above)}")
     return problems
-
-
-def _bytes_of(contents: Contents) -> bytes:
-    if isinstance(contents, bytes):
-        return contents
-    try:
-        with open(contents, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise SaveRefused(f"an extra file cannot be read: {error.strerror}", path=os.fspath(contents)) from error
 
 
 def _conflict(store: ObjectStore, **details: Any) -> SaveConflict:

@@ -41,7 +41,7 @@ def encode_values(values: Mapping[str, object], is_tensor: Callable[[object], bo
         The JSON, and the tensors.
 
     Raises:
-        SaveRefused: Values of other types; the message lists each with its place.
+        SaveRefused: Values of other types; the message lists each with its place. Or more JSON than loads read.
     """
     tensors: dict[str, Any] = {}
     problems = Problems()
@@ -87,7 +87,14 @@ def encode_values(values: Mapping[str, object], is_tensor: Callable[[object], bo
             f"the state has values that only a pickle could hold: {problems}",
             hint="save them elsewhere, or make them numbers, texts, lists, dicts or tensors",
         )
-    return json.dumps(document).encode(), tensors
+    data = json.dumps(document).encode()
+    if len(data) > MAX_JSON_BYTES or json_values(data) > MAX_JSON_VALUES:
+        raise SaveRefused(
+            f"the state without its tensors has {len(data)} bytes of JSON with up to {json_values(data)} values; loads "
+            f"read at most {MAX_JSON_BYTES} bytes with {MAX_JSON_VALUES} values",
+            hint="make long lists of numbers tensors, or save them elsewhere",
+        )
+    return data, tensors
 
 
 def decode_values(data: bytes, tensor: Callable[[str], object]) -> dict[str, Any]:

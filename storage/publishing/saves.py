@@ -48,7 +48,7 @@ MAX_JSON_VALUES = 3_000_000
 COPY_PROBE_KEY = "longshore.save.probe"  # of an upload that tries a copy, and never becomes an object
 MIN_PAUSE_S = 1.0  # between two versions of the journal
 PAUSE_PER_WRITE = 10.0  # times the duration of the last one
-_STATE = re.compile(r"training/([0-9a-f]{16})(?:\.json|/.*)", re.DOTALL)  # files of a training state, by its number
+STATE_FILE = re.compile(r"training/([0-9a-f]{16})(?:\.json|/.*)", re.DOTALL)  # of a training state, by its number
 
 Text = Annotated[str, StringConstraints(max_length=2048)]
 
@@ -275,7 +275,7 @@ def list_saves(
         found.append(Leftover(SAVE_JOURNAL_KEY, "journal", journal.revision if journal else "", 0))
     for prefix in ("model-", "training/", COPY_PROBE_KEY):
         for upload in with_retries(lambda prefix=prefix: list(writes.open_uploads(prefix)), policy):  # type: ignore[misc]
-            state = _STATE.fullmatch(upload.key)
+            state = STATE_FILE.fullmatch(upload.key)
             revision = revision_of(upload.key) if state is None else state[1]
             if revision is None and upload.key == COPY_PROBE_KEY:
                 revision = ""
@@ -302,7 +302,7 @@ def saved_revision(manifest: Manifest | None, revision_of: Callable[[str], str |
     if manifest is None:
         return "", ""
     saves = (revision_of(shard.path) for shard in manifest.shards)
-    states = (_STATE.fullmatch(file.path) for file in manifest.files)
+    states = (STATE_FILE.fullmatch(file.path) for file in manifest.files)
     return next((one for one in saves if one), ""), next((found[1] for found in states if found), "")
 
 
@@ -319,14 +319,14 @@ def unused_files(
     """
     named = set() if manifest is None else {entry.path for entry in (*manifest.shards, *manifest.files)}
     revisions = {revision for revision, _ in kept}
-    states = {state for _, state in kept} | {found[1] for path in named if (found := _STATE.fullmatch(path))}
+    states = {state for _, state in kept} | {found[1] for path in named if (found := STATE_FILE.fullmatch(path))}
     for prefix in ("model-", "training/"):
         try:
             stored = with_retries(lambda prefix=prefix: list(store.list(prefix)), policy)  # type: ignore[misc]
         except ObjectNotFound:  # the folder does not exist
             return
         for item in stored:
-            state = _STATE.fullmatch(item.key)
+            state = STATE_FILE.fullmatch(item.key)
             revision = revision_of(item.key) if state is None else state[1]
             if revision is None or item.key in named or revision in (revisions if state is None else states):
                 continue

@@ -6,15 +6,19 @@ import gc
 import logging
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import cluster
 from actors.saving.loaded import _source_files
-from cluster.errors import NoRoomToStage, SaveRefused
+from actors.saving.writer import CheckpointWriter
+from cluster.errors import ConfigError, NoRoomToStage, SaveRefused
 from cluster.publishing import list_saves
 from storage.errors import InvalidState, LongshoreError
 from storage.publishing.save_history import parse_history
@@ -39,6 +43,75 @@ def test_the_copy_is_saved_and_not_what_came_later(tmp_path: Path) -> None:
     assert report.tied == {"b.weight": "a.weight"}
     with cluster.safe_open(tmp_path / "m") as found:
         assert found.get_tensor("a.weight").eq(1).all()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_tensors_of_a_training_state_keep_their_names(tmp_path: Path, background: bool) -> None:
+    """Also where the names are those that wrappers add to the names of a model."""
+    ema = {"_orig_mod.w": torch.ones(2), "w": torch.zeros(3), "module._fsdp_wrapped_module.w": torch.full((4,), 2.0)}
+    if background:
+        cluster.asave(state(1), tmp_path / "m", extra_state={"ema": ema}).result(timeout_s=60)
+    else:
+        cluster.save(state(1), tmp_path / "m", extra_state={"ema": ema})
+    found = cluster.load_training_state(tmp_path / "m")["ema"]
+    assert found.keys() == ema.keys()
+    assert all(found[name].equal(ema[name]) for name in ema)
+    with cluster.safe_open(tmp_path / "m") as stored:
+        assert stored.keys() == ["a.weight"]
+
+
+def test_extra_files_are_stored_as_they_are_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: the manifest has the digests of the stored bytes when a file changes while the save runs."""
+    file, uri = tmp_path / "trainer_state.json", tmp_path / "m"
+    waits, real = threading.Event(), CheckpointWriter.commit
+
+    def commit_later(self: CheckpointWriter, *args: Any, **options: Any) -> Any:
+        waits.wait(60)
+        file.unlink()
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "commit", commit_later)
+    for step in range(2):
+        waits.clear()
+        file.write_text(f"step {step}")
+        handle = cluster.asave(state(step), uri, extra_files=[file])
+        file.write_text("later")
+        waits.set()
+        handle.result(timeout_s=60)
+        assert (uri / file.name).read_text() == f"step {step}"
+    file.write_text("step 3")
+    cluster.save(state(3), uri, extra_files={file.name: str(file)})
+    assert (uri / file.name).read_text() == "step 3"
+    assert cluster.verify(uri, progress=False).ok
+
+
+@pytest.mark.parametrize("save", [cluster.save, cluster.asave])
+def test_extra_files_are_checked_at_the_call(tmp_path: Path, save: Callable[..., object]) -> None:
+    """Also of a save with a training state, of which nothing is written then."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(folder)
+    two = [tmp_path / "a/config.json", tmp_path / "b/config.json"]
+    for files, problem in (
+        (two, "two files are called 'config.json'"),
+        ([tmp_path / "none.txt"], "no such file"),
+        ({"../a": b""}, "no relative path"),
+        ({"a.json": b"", "a.json/b/c.json": b""}, "'a.json/b/c.json' is in a folder whose name is that of a file"),
+        ({"longshore.manifest.json/a": b""}, "is in a folder whose name is that of a file"),
+        ({"training/0123456789abcdef.json": b"{}"}, "a name that the save uses itself"),
+        ({"training/0123456789abcdef/state.json": b"{}"}, "a name that the save uses itself"),
+    ):
+        for extra_state in (None, {"step": 1}):
+            with pytest.raises(SaveRefused, match=problem):
+                save(state(1), tmp_path / "m", extra_files=files, extra_state=extra_state)
+    assert not (tmp_path / "m").exists()
+
+
+def test_options_are_checked_before_the_copy(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="keep_lst"):
+        cluster.asave(state(1), tmp_path / "m", keep_lst=2)
+    with pytest.raises(ConfigError, match="asave: keep_last must be a whole number or None, not str"):
+        cluster.asave(state(1), tmp_path / "m", keep_last="2")
 
 
 def test_the_next_save_waits_and_reports_a_lost_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -134,6 +207,11 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         cluster.save(state(1), tmp_path / "m", extra_state={"path": tmp_path})
     with pytest.raises(SaveRefused, match="would be stored for"):
         cluster.save({"_orig_mod.a": torch.ones(2), "a": torch.ones(2)}, tmp_path / "m")
-    cluster.save(state(1), tmp_path / "m")
+    with pytest.raises(SaveRefused, match="since is 'lates'; it must be \"latest\", None or the revision"):
+        cluster.save(state(1), tmp_path / "m", since="lates")
+    assert not (tmp_path / "m").exists()
+    revision = cluster.save(state(1), tmp_path / "m").revision
+    assert cluster.save(state(2), tmp_path / "m", since="0" * 64).copied_bytes == 0
+    assert cluster.save(state(2), tmp_path / "m", since=revision).copied_bytes == 0, "another is published now"
     with pytest.raises(InvalidState, match="no state of a training run"):
         cluster.load_training_state(tmp_path / "m")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -21,6 +22,7 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ByteRange, read_bytes
 from storage.stores.open_store import open_store
 from tests.support.free_ports import free_ports
+from tests.support.gloo_ranks import run_ranks
 from tests.support.s3_servers import make_bucket, server_ref
 from tests.support.save_job import full_tensors, llama, run_job, run_jobs
 
@@ -60,6 +62,22 @@ def server_ref_of(folder: Path) -> Any:
     from storage.store_ref import parse_uri
 
     return parse_uri(str(folder))
+
+
+def test_scalars_on_a_mesh_are_saved(tmp_path: Path) -> None:
+    run_ranks(2, "tests.support.saving_ranks:save_scalars", str(tmp_path))
+
+
+def test_the_sharded_state_of_fsdp1_is_saved(tmp_path: Path) -> None:
+    assert run_ranks(2, "tests.support.saving_ranks:save_fsdp1", str(tmp_path)) == [["ShardedTensor"]] * 2
+
+
+def test_a_save_takes_the_same_memory_beside_a_model_ten_times_as_large(tmp_path: Path) -> None:
+    peaks = []
+    for scale in (5, 50):  # of each rank 18 MB and 175 MB
+        peaks.append(max(run_ranks(2, "tests.support.saving_ranks:save_measured", str(tmp_path / "m"), scale=scale)))
+        shutil.rmtree(tmp_path / "m")
+    assert peaks[1] - peaks[0] < 60_000_000, peaks
 
 
 def test_a_model_of_fsdp2_and_tp_is_loaded_by_others(tmp_path: Path) -> None:
@@ -170,6 +188,20 @@ def test_ranks_that_cannot_meet_are_refused(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SaveRefused, match="rank is 2"):
         cluster.save({"a": torch.ones(2)}, tmp_path / "model", rank=2, world_size=2)
     assert cluster.save({"a": torch.ones(2)}, tmp_path / "model", rank=0, world_size=1).world_size == 1
+
+
+def test_arguments_that_differ_on_two_ranks_are_named(tmp_path: Path) -> None:
+    """Also: a rank outside the group is refused at once, and the next save of the same ranks is not disturbed."""
+    ranks = run_ranks(2, "tests.support.saving_ranks:refused_saves", str(tmp_path / "model"))
+    for each in zip(*ranks, strict=True):
+        assert all(seconds < 55 for _, _, seconds in each), each  # less than any of the limits
+    since, with_state, limit, outside = zip(*[[one[:2] for one in found] for found in ranks], strict=True)
+    for same, name in ((since, "since"), (with_state, "since"), (limit, "save_timeout_s")):
+        assert (
+            same[0] == same[1] == ["SaveRefused", f"this cannot be saved: rank 1: {name} differs from that of rank 0"]
+        )
+    assert outside == (["", ""], ["SaveRefused", "rank 1 is not in process_group"])
+    assert not list((tmp_path / "model").glob("training/*"))
 
 
 def test_every_problem_of_every_rank_is_one_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,72 @@ def save_shards(folder: str, uri: str, layout: dict[str, int]) -> list[dict[str,
     ]
 
 
-def save_rows(uri: str, **options: Any) -> dict[str, int]:
-    """Save three tensors whose rows the ranks share. Return the number of files, and how many this rank completed."""
+def refused_saves(uri: str) -> list[list[Any]]:
+    """Save with an argument that differs on two ranks, for each of some. Return each error and its seconds."""
+    rank, tensors, found = dist.get_rank(), {"w": torch.ones(3)}, list[list[Any]]()
+    first, _ = dist.new_group([0]), dist.new_group([1])
+    cluster.save(tensors, uri)
+    for options in (
+        {"since": [None, "latest"][rank]},
+        {"since": [None, "latest"][rank], "extra_state": {"step": 1}},
+        {"save_timeout_s": [60.0, 61.0][rank]},
+        {"process_group": first},
+    ):
+        began_s = time.monotonic()
+        try:
+            cluster.save(tensors, uri, **options)
+            found.append(["", "", time.monotonic() - began_s])
+        except cluster.LongshoreError as error:
+            found.append([type(error).__name__, error.message, time.monotonic() - began_s])
+    cluster.save(tensors, uri)
+    return found
+
+
+def save_scalars(uri: str) -> None:
+    """Save DTensors without dimensions and without elements, with `save` and in the background, and read them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = {"scalar": torch.tensor(3.0), "none": torch.zeros(0, 4), "rows": torch.arange(5.0)}
+    state = {
+        name: distribute_tensor(tensor, mesh, [Shard(0) if tensor.ndim else Replicate()])
+        for name, tensor in whole.items()
+    }
+    cluster.save(state, f"{uri}/saved")
+    cluster.asave(state, f"{uri}/copied").result(timeout_s=60)
+    for place in (f"{uri}/saved", f"{uri}/copied"):
+        with cluster.safe_open(place) as found:
+            assert all(found.get_tensor(name).equal(tensor) for name, tensor in whole.items()), place
+
+
+def save_fsdp1(uri: str) -> list[str]:
+    """Save the sharded state dict of a model in FSDP1, with `save` and in the background, and read it.
+
+    Return the kinds of its values.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+        state = wrapped.state_dict()
+    cluster.save(state, f"{uri}/saved")
+    cluster.asave(state, f"{uri}/copied").result(timeout_s=60)
+    for place in (f"{uri}/saved", f"{uri}/copied"):
+        with cluster.safe_open(place) as found:
+            assert sorted(found.keys()) == sorted(whole)
+            assert all(found.get_tensor(name).equal(tensor) for name, tensor in whole.items()), place
+    return sorted({type(value).__name__ for value in state.values()})
+
+
+def save_rows(uri: str, changed: str = "", **options: Any) -> dict[str, int]:
+    """Save three tensors whose rows the ranks share, one of them changed. Return counts.
+
+    They are the number of files, how many this rank completed, and bytes of the report.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -165,6 +230,23 @@ def save_rows(uri: str, **options: Any) -> dict[str, int]:
     StreamedStore.complete_parts = counted  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = {name: torch.arange(1_998_000.0).reshape(999, 2000) + number for number, name in enumerate("abc")}
+    whole |= {name: whole[name] + 10 for name in changed}
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     report = cluster.save(state, uri, **options)
-    return {"shards": report.shards, "writes": len(completed)}
+    counted_bytes = {name: count for name, count in report.as_dict().items() if name.endswith("_bytes")}
+    return {"shards": report.shards, "writes": len(completed), **counted_bytes}
+
+
+def save_measured(uri: str, scale: int) -> int:
+    """Save 8.4 MB for each unit of scale, which the ranks share. Return the most memory of this rank beside them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    held = {f"layer.{number}": torch.full((700, 1250), float(rank + number)) for number in range(2 * scale - 2)}
+    held["turned"] = torch.full((1250 * 2, 700), float(rank)).t()
+    state = {name: DTensor.from_local(one, mesh, [Shard(0)], run_check=False) for name, one in held.items()}
+    cluster.save(state, uri, since=None, max_shard_bytes=100 << 20)
+    status = Path("/proc/self/status").read_text()
+    peak_bytes = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+    return peak_bytes - sum(one.numel() * one.element_size() for one in held.values())

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import SaveRefused
+from cluster.saving import values
 from cluster.saving.values import decode_values, encode_values
 from storage.errors import InvalidState
 
@@ -60,6 +61,16 @@ def test_what_only_a_pickle_holds_is_refused_with_its_place() -> None:
         SaveRefused, match=r"'scheduler\.best' is of type PosixPath.*'scheduler\.run' is of type function"
     ):
         encode_values({"scheduler": {"best": Path("x"), "run": _same}}, lambda value: False)
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_JSON_BYTES", 5_500), ("MAX_JSON_VALUES", 1_010)])
+def test_more_than_loads_read_is_refused(monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
+    seen = {"extra": {"seen": list(range(1000))}}
+    monkeypatch.setattr(values, limit, most)
+    data, _ = encode_values(seen, lambda value: False)
+    assert decode_values(data, str) == seen
+    with pytest.raises(SaveRefused, match=f"loads read at most .*{most}"):
+        encode_values({**seen, "more": list(range(200))}, lambda value: False)
 
 
 @pytest.mark.parametrize(
