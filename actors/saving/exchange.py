@@ -39,7 +39,7 @@ from storage.problems import without_secrets
 
 T = TypeVar("T")
 MAX_GATHERED_BYTES = 256 << 20  # of one rank in one collective
-_groups: dict[str, Any] = {}  # gloo groups by the name of the caller's group
+_groups: dict[str, tuple[Any, Any]] = {}  # (store of the job, gloo group) by the name of the caller's group
 _saves: dict[str, int] = {}  # saves that this process began, by the name of the group
 _stores: dict[str, Any] = {}  # stores of ranks without a process group, by the name of the group
 
@@ -52,9 +52,8 @@ def forget_groups() -> None:
 
 @atexit.register
 def _leave_stores() -> None:
-    """Close groups and connections of ranks without a process group, before the interpreter ends its threads."""
-    for name in _stores:
-        _groups.pop(name, None)
+    """Close groups and connections before the interpreter ends its threads."""
+    _groups.clear()
     _stores.clear()
 
 
@@ -130,9 +129,7 @@ class Ranks:
         self._watch = _Watch(store, prefix, self.rank, self.size, timeout_s)
         threading.Thread(target=self._run, name="save-exchange", daemon=True).start()
         try:
-            self._group = self.run(
-                lambda: self._join(members, dist.distributed_c10d.PrefixStore(prefix, store) if own else None)
-            )
+            self._group = self.run(lambda: self._join(store, prefix))
         except BaseException as error:
             self.close(error)
             raise
@@ -146,21 +143,18 @@ class Ranks:
             raise error.error from None
         self.close(error)
 
-    def _join(self, members: list[int], store: Any) -> Any:
+    def _join(self, store: Any, prefix: str) -> Any:
         import torch.distributed as dist
 
         timeout = timedelta(seconds=self._timeout_s)
-        if self._name not in _groups:
-            _groups[self._name] = (
-                dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
-                if store is None
-                else dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
-            )
-        group = _groups[self._name]
+        known, group = _groups.get(self._name, (None, None))
+        if known is not store:
+            # Not by `dist.new_group`, which gives it other names on ranks that belong to more groups than others.
+            meeting = dist.distributed_c10d.PrefixStore(prefix, store.clone())
+            group = dist.ProcessGroupGloo(meeting, self.rank, self.size, timeout)
+            _groups[self._name] = store, group
         # One group whatever the limits are, so that ranks whose limits differ can compare them.
-        backend = group if store is not None else group._get_backend(torch.device("cpu"))
-        with contextlib.suppress(RuntimeError):  # torch's wrapper for debugging cannot change it: the first limit stays
-            backend._set_default_timeout(timeout)
+        group._set_default_timeout(timeout)
         return group
 
     def run(self, call: Callable[[], T]) -> T:
