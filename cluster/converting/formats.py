@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.converting import dcp, deepspeed, megatron, rank_files
-from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
+from cluster.converting.source import PinnedStore, Source, SourceTensor, StoredPiece, other_files
 from cluster.errors import ConvertError
 from storage.checkpoints.checkpoint_files import HEADERS_KEY, INDEX_KEY, SUFFIX, map_threads, parse_weight_map
 from storage.checkpoints.safetensors_header import MAX_ELEMENTS, Header, HeaderTensor, read_head
 from storage.errors import InvalidIndex
 from storage.problems import Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
+from storage.stores.requests import RetryPolicy
 
 Listing = Mapping[str, ObjectInfo]
 SAFETENSORS = "safetensors"
@@ -50,8 +51,9 @@ def find_source(store: ObjectStore, only_key: str | None = None) -> tuple[Source
     Raises:
         ConvertError: No format is recognised, or the checkpoint is not whole. Problems are listed.
         UnsafePickle: A file names code that no checkpoint needs.
-        StoreError: The store did not answer.
+        StoreError: The store did not answer, after retries. ObjectChanged: a file was replaced meanwhile.
     """
+    store = PinnedStore(store, RetryPolicy())
     infos = store.list() if only_key is None else [store.stat(only_key)]
     listing = {info.key: info for info in infos}
     for one in FORMATS:

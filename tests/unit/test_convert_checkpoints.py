@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -21,12 +22,15 @@ import pytest
 import cluster
 from cluster.command_line.cli import main
 from cluster.converting import rank_files
-from storage.errors import LongshoreError, StoreError
+from cluster.converting.formats import find_source
+from storage.errors import LongshoreError, ObjectChanged, StoreError
 from storage.publishing import saves
 from storage.stores.embedded_s3 import EmbeddedS3
-from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.object_store import ByteRange, MemoryStore, read_bytes
 from storage.stores.open_store import open_store
-from tests.support.s3_servers import make_bucket, server_ref
+from tests.support.counting_proxy import CountingProxy, Request, s3_refusal
+from tests.support.faulty_stores import WrappedStore
+from tests.support.s3_servers import make_bucket, notice, server_ref
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -263,6 +267,67 @@ def test_pickles_with_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
         cluster.convert(source, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
     assert not Path("hostile").exists()
+
+
+class RefusesEachOnce(CountingProxy):
+    """Answers 503 to the first request of each kind: listings, and every range of every file."""
+
+    def __init__(self, upstream_url: str) -> None:
+        self.refused: set[tuple[str, str, tuple[int, int] | None]] = set()
+        super().__init__(upstream_url)
+
+    def refusal(self, request: Request) -> bytes | None:
+        kind = request.method, request.path, request.range
+        if kind in self.refused:
+            return None
+        self.refused.add(kind)
+        return s3_refusal(503, "SlowDown")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["dcp", "state_dicts", "safetensors"])
+def test_planning_repeats_requests_that_were_refused(rclone: EmbeddedS3, tmp_path: Path, kind: str) -> None:
+    bucket = f"planned-{kind.replace('_', '-')}"
+    make_bucket(rclone, bucket)
+    folder = rclone.folder / bucket / "in"
+    folder.mkdir()
+    if kind == "dcp":
+        dcp = pytest.importorskip("torch.distributed.checkpoint")
+        dcp.save({"model": state()}, checkpoint_id=folder, no_dist=True)
+    elif kind == "state_dicts":
+        torch.save(state(), folder / "pytorch_model-1.bin")
+        weight_map = dict.fromkeys(state(), "pytorch_model-1.bin")
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    else:
+        cluster.save(state(), folder)
+    notice(rclone, rclone.folder / bucket)
+    with RefusesEachOnce(rclone.endpoint_url) as proxy:
+        server = {"endpoint_url": proxy.endpoint_url, "credentials": rclone.credentials(), "region": "us-east-1"}
+        plan = cluster.convert(f"s3://{bucket}/in", tmp_path / "out", dry_run=True, progress=False, **server)
+        assert plan.tensors == len(state())
+        assert len(proxy.refused) >= 3
+
+
+class _Replaced(WrappedStore):
+    """A file gets other bytes after the first read of it."""
+
+    def __init__(self, inner: MemoryStore, honours_etag: bool) -> None:
+        super().__init__(inner)
+        self.honours_etag = honours_etag
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        found = super().read_into(key, byte_range, buffer, etag=etag if self.honours_etag else None)
+        if len(self.reads) == 1:
+            self.inner.put(key, read_bytes(self.inner, key, ByteRange(0, self.stat(key).size_bytes)) + b"more")
+        return found
+
+
+@pytest.mark.parametrize("honours_etag", [True, False])
+def test_source_that_is_replaced_during_planning_is_refused(honours_etag: bool) -> None:
+    buffer = io.BytesIO()
+    torch.save(state(), buffer)
+    with pytest.raises(ObjectChanged):
+        find_source(_Replaced(MemoryStore({"model.pt": buffer.getvalue()}), honours_etag))
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
