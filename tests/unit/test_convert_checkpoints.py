@@ -26,6 +26,7 @@ from cluster.converting.formats import find_source
 from storage.errors import LongshoreError, ObjectChanged, StoreError
 from storage.publishing import saves
 from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.local import LocalStore
 from storage.stores.object_store import ByteRange, MemoryStore, read_bytes
 from storage.stores.open_store import open_store
 from tests.support.counting_proxy import CountingProxy, Request, s3_refusal
@@ -176,6 +177,53 @@ def test_state_dicts_keep_their_bits(tmp_path: Path) -> None:
     again = cluster.convert(tmp_path / "out", tmp_path / "again", max_shard_bytes=1 << 20, progress=False)
     assert again.format == "safetensors"
     check_equal(tensors_in(tmp_path / "again"), whole)
+
+
+SET = ("model-00001-of-00002", "model-00002-of-00002")
+
+
+@pytest.mark.parametrize(
+    ("files", "taken", "refused"),
+    [
+        (["model"], ["model"], []),
+        (["model", "ema/model", "checkpoint-3/optimizer"], ["model"], []),
+        (SET, SET, []),
+        (["only-weights"], ["only-weights"], []),
+        (["inner/model"], ["inner/model"], []),
+        (["shard-00001-model-00001-of-00001", "shard-00002-model-00001-of-00001"], None, []),
+        (["model", "optimizer"], [], ["optimizer"]),
+        (["model", *SET], [], SET),
+        ([*SET, "consolidated", "adapter_model"], [], ["consolidated", "adapter_model"]),
+        ([*SET, "model-00001-of-00003"], [], ["model-00001-of-00003"]),
+        (["a", "b"], [], ["b"]),
+        (["vae/model", "unet/model"], [], ["vae", "unet"]),
+        ([SET[1]], [], ["is one of 2 files, but 1 are there"]),
+    ],
+)
+def test_only_files_of_one_model_are_taken_without_an_index(
+    tmp_path: Path, files: list[str], taken: list[str] | None, refused: list[str]
+) -> None:
+    source = tmp_path / "in"
+    for number, name in enumerate(files):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        safetensors_torch.save_file({f"{number}": torch.full((3,), number)}, source / f"{name}.safetensors")
+    if refused:
+        with pytest.raises(cluster.ConvertError) as caught:
+            find_source(LocalStore(source))
+        assert all(one in str(caught.value) for one in refused)
+    else:
+        found, _ = find_source(LocalStore(source))
+        names = [str(number) for number, name in enumerate(files) if taken is None or name in taken]
+        assert sorted(tensor.name for tensor in found.tensors) == names
+
+
+def test_weights_of_a_subfolder_do_not_hide_a_state_dict(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    (source / "adapter").mkdir(parents=True)
+    safetensors_torch.save_file({"a": torch.zeros(1)}, source / "adapter/model.safetensors")
+    torch.save(state(), source / "pytorch_model.bin")
+    found, _ = find_source(LocalStore(source))
+    assert {tensor.name for tensor in found.tensors} == state().keys()
 
 
 def test_dtype_casts_as_torch_casts(tmp_path: Path) -> None:
