@@ -29,7 +29,7 @@ from cluster.converting.rank_files import clean_name
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
 from cluster.converting.torch_files import Opaque, StoredTensor, is_shape, read_torch_file
 from cluster.errors import ConvertError
-from storage.checkpoints.safetensors_header import DTYPE_BITS
+from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_ELEMENTS
 from storage.problems import MAX_LISTED, Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
 
@@ -152,6 +152,7 @@ _PIPELINE_FILE = re.compile(r"(.*/)?layer_[0-9]+-model_[0-9]+-model_states\.pt")
 _EXPERT_FILE = re.compile(r"(.*/)?(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
 _POINTERS = ("latest", "latest_universal")
 _MAX_POINTER_BYTES = 1024
+_MAX_WEIGHTS = 1 << 20  # of a model, with a padding for each
 _READERS = 8  # files whose pickles are read at once
 _TO_UNIVERSAL = "run DeepSpeed's ds_to_universal.py first, and convert its output"
 
@@ -227,6 +228,15 @@ def _counts(value: object, file: str, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _numbers(value: object, file: str, what: str) -> tuple[int, ...]:
+    """Return counts that are no shape, one for each group or weight. Raises _Malformed for anything else."""
+    if not isinstance(value, tuple | list) or len(value) > _MAX_WEIGHTS:
+        raise _Malformed(f"{quote(file)}: {what} is no list of counts")
+    if not all(type(one) is int and 0 <= one <= MAX_ELEMENTS for one in value):
+        raise _Malformed(f"{quote(file)}: {what} is no list of counts")
+    return tuple(value)
+
+
 def _shapes(groups: object, file: str) -> list[Shapes]:
     """Return `param_shapes`, a dict of shapes for each group."""
     listed: list[Any] = groups if isinstance(groups, list) else [groups]
@@ -299,13 +309,16 @@ class Partition:
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         groups = _field(fields, key, list, file=file)
         counts = _field(fields, "partition_count", int, list, file=file)
-        counts = _counts(counts if isinstance(counts, list) else [counts], file, "partition_count")
+        counts = _numbers(counts if isinstance(counts, list) else [counts], file, "partition_count")
         if len(set(counts)) != 1:
-            raise _Malformed(f"{quote(file)}: groups with {sorted(set(counts))} parts, as for experts; {_TO_UNIVERSAL}")
+            parts = quote(sorted(set(counts)))
+            raise _Malformed(f"{quote(file)}: groups with {parts} parts, as for experts; {_TO_UNIVERSAL}")
         paddings = fields.get("param_alignment_paddings")
         if paddings is not None:
             paddings = _field(fields, "param_alignment_paddings", list, file=file)
-            paddings = tuple(_counts(one, file, "param_alignment_paddings") for one in paddings)
+            if sum(len(one) for one in paddings if isinstance(one, list | tuple)) > _MAX_WEIGHTS:
+                raise _Malformed(f"{quote(file)}: param_alignment_paddings has more than {_MAX_WEIGHTS} weights")
+            paddings = tuple(_numbers(one, file, "param_alignment_paddings") for one in paddings)
         runs = tuple(_run(one, file, f"{key}[{number}]") for number, one in enumerate(groups))
         return cls(file, stage, counts[0], runs, paddings)
 
