@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeGuard
 
-from cluster.errors import BrokenCheckpointFile, UnsafePickle
+from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
 from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_DIMENSIONS, MAX_ELEMENTS
 from storage.problems import quote
 from storage.stores.object_store import ByteRange, ObjectStore
@@ -69,6 +69,16 @@ _STORAGES = {
     "BoolStorage": "BOOL",
     "ComplexFloatStorage": "C64",
     "UntypedStorage": "U8",
+}
+# of torch, without a counterpart in safetensors; storages have the names of their dtypes
+_UNSTORABLE = {
+    "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8",
+    "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+    **{name: name for name in ("complex128", "complex32", "qint8", "quint8", "qint32", "quint4x2", "quint2x4")},
 }
 
 
@@ -126,6 +136,7 @@ def read_torch_file(
 
     Raises:
         UnsafePickle: The pickle names a global that is not allowed, or has opcodes that data does not need.
+        ConvertError: Tensors have a dtype that safetensors lacks.
         BrokenCheckpointFile: Not a zip file of `torch.save`, or one that is cut short.
         StoreError: The store did not answer.
     """
@@ -279,6 +290,7 @@ def load_pickle(
 
     Raises:
         UnsafePickle: It names another global, or has opcodes that data does not need.
+        ConvertError: It names a dtype that safetensors lacks.
         BrokenCheckpointFile: It is cut short, or an object is not what torch writes.
     """
     try:
@@ -358,6 +370,11 @@ class _Machine:
         of_torch = name in _CLASSES or (head == "torch" and (tail in DTYPES or tail in _STORAGES))
         if of_torch or name in _CONSTRUCTORS or name in self.allowed or f"{name.partition('.')[0]}.*" in self.allowed:
             return Global(name)
+        if head == "torch" and tail in _UNSTORABLE:
+            raise ConvertError(
+                f"{quote(self.file)} has tensors of {_UNSTORABLE[tail]}, and safetensors has no such dtype",
+                hint="cast them before they are saved, such as complex128 to complex64, or leave them out",
+            )
         raise UnsafePickle(
             f"{quote(self.file)} wants to import {quote(name)}, which no checkpoint of this format needs",
             hint="do not use the file unless you know who wrote it; nothing of it was run",

@@ -431,6 +431,13 @@ def test_lazy_conjugates_are_refused(tmp_path: Path) -> None:
         check_equal(tensors_in(tmp_path / "out"), torch.load(tmp_path / "model.pt"))
 
 
+def test_dtypes_that_safetensors_lacks_are_named(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "model.pt")
+    with pytest.raises(cluster.ConvertError, match="has tensors of complex128") as caught:
+        cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+    assert not isinstance(caught.value, cluster.UnsafePickle)
+
+
 def test_small_file_cannot_become_a_large_result(tmp_path: Path) -> None:
     """Its tensors have stride 0. The same number is in the file once."""
     torch.save({"a": torch.zeros(1).expand(40_000_000)}, tmp_path / "model.pt")
