@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,51 @@ def test_places_in_metadata_stay_inside_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "in/.metadata").write_bytes(saved)
     cluster.convert(tmp_path / "in", tmp_path / "out", progress=False)
     check_equal(tensors_in(tmp_path / "out"), whole)
+
+
+class _Wrapper:
+    """An object with a state dict, as torchtitan hands those of model, optimizers and training to DCP's planner."""
+
+    def __init__(self, state_dict: Callable[[], dict[str, Any]]) -> None:
+        self.state_dict = state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["model under its own key", "model in the root", "model alone"])
+def test_files_of_torchtitan_have_the_model_alone(tmp_path: Path, layout: str) -> None:
+    """Its `CheckpointManager` saves `ModelWrapper` under `model`; newer versions put its state dict in the root."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    model = torch.nn.ModuleDict({"tok_embeddings": torch.nn.Embedding(9, 4), "norm": torch.nn.Linear(4, 4)})
+    model.register_buffer("freqs", torch.randn(3, dtype=torch.complex64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    losses = io.BytesIO()
+    torch.save([1.5], losses)
+    states = {
+        "train_state": _Wrapper(lambda: {"step": torch.tensor(3, dtype=torch.int32), "global_avg_losses": losses}),
+        "optimizer": _Wrapper(lambda: get_optimizer_state_dict(model, optimizer, options=flat)),
+        "dataloader": _Wrapper(lambda: {"dp_rank_0": pickle.dumps({"seen": 7}), "world_size": 1}),
+        "lr_scheduler": _Wrapper(lambda: {"last_epoch": 3, "base_lrs": [0.1]}),
+    }
+    if layout == "model under its own key":
+        states["model"] = _Wrapper(lambda: get_model_state_dict(model))
+    else:
+        states = {**(states if layout == "model in the root" else {}), **get_model_state_dict(model)}
+    dcp.save(states, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    cluster.convert(tmp_path / "step-3", tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), dict(model.state_dict()))
 
 
 def test_full_disk_ends_a_conversion_that_can_continue(tmp_path: Path) -> None:
