@@ -13,20 +13,27 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from cluster.converting.rank_files import clean_name, refused
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
-from cluster.converting.torch_files import DTYPES, Global, Opaque, StoredTensor, load_pickle, read_torch_file
+from cluster.converting.torch_files import (
+    DTYPES,
+    Global,
+    Opaque,
+    StoredTensor,
+    is_shape,
+    load_pickle,
+    read_torch_file,
+)
 from cluster.errors import BrokenCheckpointFile, ConvertError
-from storage.checkpoints.safetensors_header import MAX_DIMENSIONS, MAX_ELEMENTS
-from storage.problems import Problems, quote
+from storage.problems import MAX_LISTED, Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
 
 METADATA_KEY = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
 _READERS = 16  # chunks whose headers are read at once
+_MAX_NAME = 1024  # characters of a path to a file or to a tensor
 
 _METADATA = "torch.distributed.checkpoint.metadata."
 _PLANNER = "torch.distributed.checkpoint.planner."
@@ -108,7 +115,8 @@ def read_tensors(
     try:
         named, chunks = _parse(metadata, folder, listing, wanted, problems)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as exc:
-        raise BrokenCheckpointFile(f"{quote(key)} is not the metadata of a distributed checkpoint: {exc}") from exc
+        problem = f"{quote(key)} is not the metadata of a distributed checkpoint: {quote(str(exc))}"
+        raise BrokenCheckpointFile(problem) from exc
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in named}
 
     def look(chunk: _Chunk) -> Any:
@@ -132,24 +140,32 @@ def _parse(
     """Return (dtype, shape) of each tensor, and the places of all chunks. Raises ValueError and its like."""
     named: dict[str, tuple[str, tuple[int, ...]]] = {}
     expected: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    stored, chunk_count = metadata.state["storage_data"], 0
     for name, entry in metadata.state["state_dict_metadata"].items():
-        if not (isinstance(entry, Opaque) and entry.name.endswith(".TensorStorageMetadata")) or not wanted(name):
+        is_tensor = isinstance(entry, Opaque) and entry.name.endswith(".TensorStorageMetadata")
+        if not is_tensor or not isinstance(name, str) or not wanted(name):
             continue
         named[name] = (_dtype(entry.state["properties"]), _box(entry.state["size"]))
+        chunk_count += len(entry.state["chunks"])  # tensors may share a list, so not all of them are looked at
+        if chunk_count > len(stored) + MAX_LISTED:
+            raise ValueError(f"it has more chunks than the {len(stored)} that are stored")
         for chunk in entry.state["chunks"]:
             expected[name, _box(chunk.state["offsets"])] = _box(chunk.state["sizes"])
     chunks = []
-    for index, info in metadata.state["storage_data"].items():
+    for index, info in stored.items():
         name, offset = index.state["fqn"], index.state.get("offset")  # an object has none
-        if name not in named:
+        if not isinstance(name, str) or name not in named:
             continue
+        path = info.state["relative_path"]
+        if not isinstance(path, str) or len(path) > _MAX_NAME:
+            raise ValueError("the path of a file is missing, or too long")
         if info.state.get("transform_descriptors"):
             problems.add(f"{quote(name)} is stored compressed or encrypted, so its numbers have no place in a file")
             expected.pop((name, _box(offset) if offset is not None else (0,) * len(named[name][1])), None)
             continue
         start = _box(offset) if offset is not None else (0,) * len(named[name][1])
         shape = expected.pop((name, start), None)
-        file, first, length = folder + info.state["relative_path"], info.state["offset"], info.state["length"]
+        file, first, length = folder + path, info.state["offset"], info.state["length"]
         there = listing.get(file)
         inside = type(first) is int and type(length) is int and first >= 0 and length >= 0
         if shape is None:
@@ -176,10 +192,8 @@ def _dtype(properties: Opaque) -> str:
 
 
 def _box(counts: Any) -> tuple[int, ...]:
-    if not isinstance(counts, tuple | list) or not all(type(one) is int and one >= 0 for one in counts):
-        raise ValueError("a shape is missing")
-    if len(counts) > MAX_DIMENSIONS or prod(counts) > MAX_ELEMENTS:
-        raise ValueError("a shape is too large")
+    if not is_shape(counts):
+        raise ValueError("a shape is missing, or too large")
     return tuple(counts)
 
 
@@ -270,7 +284,8 @@ def _paths(metadata: Any, key: str) -> dict[str, tuple[str, ...]]:
             if isinstance(entry, Opaque) and entry.name.endswith(".TensorStorageMetadata") and isinstance(name, str):
                 path = planned.get(name) if isinstance(planned, dict) else None
                 keys = path if isinstance(path, tuple) and len(path) <= _MAX_PATH else ()
-                good = bool(keys) and all(isinstance(one, str | int) for one in keys)
+                good = bool(keys) and all(isinstance(one, str) or type(one) is int for one in keys)
+                good = good and sum(len(one) if isinstance(one, str) else one.bit_length() for one in keys) <= _MAX_NAME
                 found[name] = tuple(map(str, keys)) if good else (name,)
     except (AttributeError, KeyError, TypeError) as exc:
         raise BrokenCheckpointFile(f"{quote(key)} is not the metadata of a distributed checkpoint") from exc

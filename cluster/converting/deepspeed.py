@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 
 from cluster.converting.rank_files import clean_name
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
-from cluster.converting.torch_files import Opaque, StoredTensor, read_torch_file
+from cluster.converting.torch_files import Opaque, StoredTensor, is_shape, read_torch_file
 from cluster.errors import ConvertError
-from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_DIMENSIONS, MAX_ELEMENTS
+from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_ELEMENTS
 from storage.problems import MAX_LISTED, Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
 
@@ -152,6 +152,7 @@ _PIPELINE_FILE = re.compile(r"(.*/)?layer_[0-9]+-model_[0-9]+-model_states\.pt")
 _EXPERT_FILE = re.compile(r"(.*/)?(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
 _POINTERS = ("latest", "latest_universal")
 _MAX_POINTER_BYTES = 1024
+_MAX_WEIGHTS = 1 << 20  # of a model, with a padding for each
 _READERS = 8  # files whose pickles are read at once
 _TO_UNIVERSAL = "run DeepSpeed's ds_to_universal.py first, and convert its output"
 
@@ -222,11 +223,18 @@ def _field(state: object, key: str, *kinds: type, file: str) -> Any:
 
 def _counts(value: object, file: str, what: str) -> tuple[int, ...]:
     """Return a shape or another sequence of counts. Raises _Malformed for anything else."""
-    counts = tuple(value) if isinstance(value, tuple | list) else ()
-    good = len(counts) <= MAX_DIMENSIONS and all(type(one) is int and one >= 0 for one in counts)
-    if not isinstance(value, tuple | list) or not good or prod(counts) > MAX_ELEMENTS:
+    if not is_shape(value):
         raise _Malformed(f"{quote(file)}: {what} is not a shape")
-    return counts
+    return tuple(value)
+
+
+def _numbers(value: object, file: str, what: str) -> tuple[int, ...]:
+    """Return counts that are no shape, one for each group or weight. Raises _Malformed for anything else."""
+    if not isinstance(value, tuple | list) or len(value) > _MAX_WEIGHTS:
+        raise _Malformed(f"{quote(file)}: {what} is no list of counts")
+    if not all(type(one) is int and 0 <= one <= MAX_ELEMENTS for one in value):
+        raise _Malformed(f"{quote(file)}: {what} is no list of counts")
+    return tuple(value)
 
 
 def _shapes(groups: object, file: str) -> list[Shapes]:
@@ -234,7 +242,14 @@ def _shapes(groups: object, file: str) -> list[Shapes]:
     listed: list[Any] = groups if isinstance(groups, list) else [groups]
     if not all(isinstance(one, dict) and all(isinstance(name, str) for name in one) for one in listed):
         raise _Malformed(f"{quote(file)}: param_shapes are no names with shapes")
-    return [{name: _counts(shape, file, f"shape of {quote(name)}") for name, shape in one.items()} for one in listed]
+    found: list[Shapes] = []
+    known: set[str] = set()
+    for one in listed:
+        if not known.isdisjoint(one):  # the optimizer has each weight in one group
+            raise _Malformed(f"{quote(file)}: param_shapes has a name in two groups")
+        known.update(one)
+        found.append({name: _counts(shape, file, f"shape of {quote(name)}") for name, shape in one.items()})
+    return found
 
 
 @dataclass(frozen=True)
@@ -258,6 +273,9 @@ class ModelState:
         optional = {key: (state.get(key) if isinstance(state, dict) else None) or {} for key in _OPTIONAL}
         if optional["ds_autoep_layers"] or optional["autoep_layers"]:
             raise _Malformed(f"{quote(file)}: experts are divided by DeepSpeed's AutoEP; {_TO_UNIVERSAL}")
+        for key in ("module", "frozen_param_fragments"):
+            if not isinstance(optional[key], dict):
+                raise _Malformed(f"{quote(file)}: {key} is a {type(optional[key]).__name__}, not a dict")
         module = {key: one for key, one in optional["module"].items() if isinstance(one, StoredTensor)}
         frozen = {key: one for key, one in optional["frozen_param_fragments"].items() if isinstance(one, StoredTensor)}
         if not all(isinstance(one, str) for one in (*buffers, *shared, *shared.values(), *module, *frozen)):
@@ -287,17 +305,20 @@ class Partition:
         stage = fields.get("zero_stage", 1)
         stage = stage.args[0] if isinstance(stage, Opaque) and len(stage.args) == 1 else stage
         if stage not in (1, 2, 3):
-            raise _Malformed(f"{quote(file)}: zero_stage is {quote(stage)}, not 1, 2 or 3")
+            raise _Malformed(f"{quote(file)}: zero_stage is not 1, 2 or 3")
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         groups = _field(fields, key, list, file=file)
         counts = _field(fields, "partition_count", int, list, file=file)
-        counts = _counts(counts if isinstance(counts, list) else [counts], file, "partition_count")
+        counts = _numbers(counts if isinstance(counts, list) else [counts], file, "partition_count")
         if len(set(counts)) != 1:
-            raise _Malformed(f"{quote(file)}: groups with {sorted(set(counts))} parts, as for experts; {_TO_UNIVERSAL}")
+            parts = quote(sorted(set(counts)))
+            raise _Malformed(f"{quote(file)}: groups with {parts} parts, as for experts; {_TO_UNIVERSAL}")
         paddings = fields.get("param_alignment_paddings")
         if paddings is not None:
             paddings = _field(fields, "param_alignment_paddings", list, file=file)
-            paddings = tuple(_counts(one, file, "param_alignment_paddings") for one in paddings)
+            if sum(len(one) for one in paddings if isinstance(one, list | tuple)) > _MAX_WEIGHTS:
+                raise _Malformed(f"{quote(file)}: param_alignment_paddings has more than {_MAX_WEIGHTS} weights")
+            paddings = tuple(_numbers(one, file, "param_alignment_paddings") for one in paddings)
         runs = tuple(_run(one, file, f"{key}[{number}]") for number, one in enumerate(groups))
         return cls(file, stage, counts[0], runs, paddings)
 
@@ -471,7 +492,7 @@ def universal_tensors(
             trained.append(SourceTensor(name, run.dtype, shape, (piece,), refuses_nan=True))
     for name in shapes:
         if name not in weights:
-            problems.add(f"{quote(name)} has no file zero/{name}/fp32.pt")
+            problems.add(f"{quote(name)} has no file {quote(f'zero/{name}/fp32.pt')}")
     divided = any(tensor.shape != first.frozen_shapes.get(name) for name, tensor in first.frozen.items())
     frozen = _frozen_of_ranks(models, problems) if divided else _frozen_in_module(first, shapes)
     return _with_shared(first, [*_buffers(first, problems), *frozen, *trained], problems)

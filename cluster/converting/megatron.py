@@ -22,6 +22,7 @@ from cluster.converting.source import Source, other_files
 from cluster.converting.torch_files import Opaque, read_torch_file
 from cluster.errors import ConvertError, UnsafePickle
 from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
+from storage.checkpoints.safetensors_header import MAX_ELEMENTS
 from storage.problems import Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
 
@@ -33,7 +34,7 @@ _MAX_SMALL_BYTES = 64 << 10
 _COMMON_KEY = "common.pt"  # arguments of the training and other state, without weights
 _COMMON_ALLOWED = ("argparse.Namespace", "megatron.*", "numpy.*", "pathlib.*", "enum.*", "collections.defaultdict")
 _PLUS_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
-_MAX_UNITS = 1_000_000  # layers times experts
+_MAX_UNITS = 1_000_000  # layers times experts or heads
 # Written by versions of Megatron before 0.16 beside torch's own.
 _ALLOWED = (
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
@@ -146,11 +147,11 @@ def _read_shape(store: ObjectStore, listing: Mapping[str, ObjectInfo], key: str 
     experts = fields.get("num_experts", fields.get("num_local_experts")) or 0
     heads, groups, rows = config.num_attention_heads, config.kv_heads, config.head_rows
     counts = {"num_hidden_layers": layers, "vocab_size": vocabulary, "num_attention_heads": heads, "head_dim": rows}
-    wrong = [name for name, count in counts.items() if type(count) is not int or count < 1]
+    wrong = [name for name, count in counts.items() if type(count) is not int or not 1 <= count <= MAX_ELEMENTS]
     if wrong or type(experts) is not int or experts < 0 or heads is None or rows is None:
         raise ConvertError(f"{quote(key)} lacks numbers of the model: {', '.join(wrong) or 'num_experts'}")
+    if layers * max(heads, experts) > _MAX_UNITS:
+        raise ConvertError(f"{quote(key)}: layers times experts, or times heads, are more than {_MAX_UNITS}")
     if not groups or heads % groups:
         raise ConvertError(f"{quote(key)}: {heads} attention heads are not divided by {groups} key and value heads")
-    if layers * max(1, experts) > _MAX_UNITS:
-        raise ConvertError(f"{quote(key)}: {layers} layers of {experts} experts are more than {_MAX_UNITS}")
     return Shape(layers, heads, groups, rows, vocabulary, experts, config.tie_word_embeddings is True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ import numpy as np
 
 from cluster.converting.assembly import copies_of
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
-from cluster.converting.torch_files import DTYPES, Global, Opaque, StoredTensor, read_torch_file
+from cluster.converting.torch_files import DTYPES, Global, Opaque, StoredTensor, is_shape, read_torch_file
 from cluster.errors import ConvertError
 from cluster.layouts.region import MeshCut, dtensor_region
 from storage.checkpoints.checkpoint_files import parse_weight_map
-from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_DIMENSIONS, MAX_ELEMENTS
+from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_DIMENSIONS
 from storage.errors import InvalidIndex
 from storage.problems import Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
@@ -38,6 +39,7 @@ FSDP = "FSDP ranks"
 INDEX = "pytorch_model.bin.index.json"
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_MESH = 1 << 20  # processes
+_MAX_PARTS = 256  # of a tensor, that one rank has; more than one after strided cuts, or in a ShardedTensor
 _MAX_NESTING = 4  # dicts in dicts around the weights
 _READERS = 4  # files whose pickles are read at once, and tensors that are compared
 _COMPARED_BYTES = 4 << 20  # of each of two tensors at a time
@@ -199,7 +201,7 @@ def join_ranks(
             elif isinstance(value, Opaque):
                 try:
                     one = _of_parts(name, value)
-                except (_Malformed, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+                except (_Malformed, AttributeError, LookupError, TypeError, ValueError) as error:
                     what = str(error) if isinstance(error, _Malformed) else "it is not as torch writes it"
                     problems.add(f"{quote(file)}: {quote(name)} cannot be read: {what}")
                     continue
@@ -258,9 +260,7 @@ def _of_parts(name: str, value: Opaque) -> SourceTensor:
     if value.name != "torch._utils._rebuild_wrapper_subclass":
         raise _Malformed(f"it is a {quote(value.name)}")
     kind = value.args[0].name
-    shape = value.args[2]
-    if not _is_shape(shape):
-        raise _Malformed("its shape is none")
+    shape = _counts(value.args[2], "its shape is none")
     if kind.endswith(".DTensor"):
         return _of_dtensor(name, shape, value.state)
     if kind.endswith(".ShardedTensor"):
@@ -277,20 +277,23 @@ def _of_dtensor(name: str, shape: tuple[int, ...], state: Any) -> SourceTensor:
     placements = spec["placements"]
     if len(placements) != len(sizes):
         raise _Malformed("it has not one placement for each dimension of its mesh")
-    cuts = []
+    cuts, runs = [], 1
     for placement, parts, part in zip(placements, sizes, place, strict=True):
         kind = placement.name.rpartition(".")[2]
         if kind == "Replicate":
             continue
         if kind not in ("Shard", "_StridedShard"):
-            raise _Malformed(f"its placement is {kind}, so it is not the final value; redistribute it before saving")
+            raise _Malformed(
+                f"its placement is {quote(kind)}, so it is not the final value; redistribute it before saving"
+            )
         told = _fields(placement.state) if placement.state is not None else {}
         dim = told.get("dim", placement.args[0] if placement.args else None)
         groups = told.get("split_factor", 1) if kind == "_StridedShard" else 1
         if type(dim) is not int or type(groups) is not int or not -len(shape) <= dim < len(shape):
             raise _Malformed("its placements are impossible")
-        if not 1 <= groups <= _MAX_MESH:
-            raise _Malformed("its placements are impossible")
+        runs *= min(max(groups, 0), _MAX_MESH)
+        if not 1 <= runs <= _MAX_PARTS:
+            raise _Malformed(f"its placements cut it in other than 1 to {_MAX_PARTS} parts on one rank")
         cuts.append(MeshCut(dim % len(shape), parts, part, groups))
     region = dtensor_region(shape, cuts)
     held: tuple[int, ...] = local.shape
@@ -310,44 +313,45 @@ def _mesh(fields: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sizes = mesh.shape
     elif isinstance(layout, Opaque):
         told = _fields(layout.state)
-        if "axes" in told:
-            sizes = tuple(math.prod(_tuple(_fields(axis.state)["shape"])) for axis in told["axes"])
-        else:
-            sizes = tuple(math.prod(_tuple(one)) for one in _tuple(told["shape"]))
+        axes = _few(told["axes"] if "axes" in told else told["shape"])
+        shapes = (_few(_fields(one.state)["shape"] if "axes" in told else one) for one in axes)
+        sizes = tuple(math.prod(_counts(one, "its mesh has no sizes")) for one in shapes)
     else:
         raise _Malformed("its mesh is of a version of torch that is not known")
-    place = fields.get("_coordinate_on_dim")
-    if not isinstance(place, tuple | list) or not _is_shape(tuple(place)) or not _is_shape(sizes):
-        raise _Malformed("the rank that wrote it has no place in its mesh")
+    place = _counts(fields.get("_coordinate_on_dim"), "the rank that wrote it has no place in its mesh")
     if len(place) != len(sizes) or not all(a < b for a, b in zip(place, sizes, strict=True)):
         raise _Malformed("the rank that wrote it has no place in its mesh")
     if math.prod(sizes) > _MAX_MESH:
-        raise _Malformed(f"its mesh has {math.prod(sizes)} processes; at most {_MAX_MESH} are possible")
-    return sizes, tuple(place)
+        raise _Malformed(f"its mesh has more than {_MAX_MESH} processes")
+    return sizes, place
 
 
 def _of_sharded(name: str, shape: tuple[int, ...], state: Any) -> SourceTensor:
     """Return the parts that a rank has of FSDP1's ShardedTensor."""
-    shards = next(one for one in state if isinstance(one, list))
+    state = _few(state)
+    shards = next((one for one in state if isinstance(one, list)), None)
+    if shards is None or len(shards) > _MAX_PARTS:
+        raise _Malformed(f"it does not have at most {_MAX_PARTS} shards on one rank")
     pieces, dtype = [], ""
     for shard in shards:
         fields = _fields(shard.state)
         local, place = fields["tensor"], _fields(fields["metadata"].state)
-        start, sizes = tuple(place["shard_offsets"]), tuple(place["shard_sizes"])
-        if not isinstance(local, StoredTensor) or not _is_shape(start) or local.shape != sizes:
+        start = _counts(place["shard_offsets"], "a shard has no place")
+        sizes = _counts(place["shard_sizes"], "a shard has no size")
+        if not isinstance(local, StoredTensor) or local.shape != sizes:
             raise _Malformed("a shard is not as large as its metadata says")
         dtype = local.dtype
         if math.prod(sizes):
             pieces.append(_piece(local, start, sizes, (0,) * len(sizes)))
     if not dtype:  # a rank without a part does not name the dtype in a tensor
-        metadata = next(_fields(one.state) for one in state if isinstance(one, Opaque) and "Metadata" in one.name)
-        dtype = _dtype_of(metadata["tensor_properties"])
+        metadata = [one for one in state if isinstance(one, Opaque) and "Metadata" in one.name]
+        dtype = _dtype_of(_fields(metadata[0].state)["tensor_properties"])
     return SourceTensor(clean_name(name), dtype, shape, tuple(pieces))
 
 
 def _dtype_of(properties: Any) -> str:
     state = properties.state
-    told = state.get("dtype") if isinstance(state, dict) else next(one for one in _tuple(state))
+    told = state.get("dtype") if isinstance(state, dict) else _few(state)[0]
     if not isinstance(told, Global):
         raise _Malformed("its dtype is missing")
     return DTYPES[told.name.removeprefix("torch.")]
@@ -362,23 +366,26 @@ def _piece(local: StoredTensor, start: Sequence[int], shape: Sequence[int], offs
 def _fields(state: Any) -> Mapping[str, Any]:
     """Return the attributes in the state of a pickled object: a dict, or (None, dict) for one with slots."""
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-        state = {**(state[0] or {}), **state[1]}
+        return ChainMap(state[1], state[0]) if isinstance(state[0], dict) else state[1]  # many may share one: no copy
     if not isinstance(state, dict):
         raise _Malformed("it has no attributes")
     return state
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
+def _few(value: Any) -> tuple[Any, ...]:
+    """Return a value, or those of a short sequence, as a tuple."""
+    if not isinstance(value, tuple | list):
+        return (value,)
+    if len(value) > MAX_DIMENSIONS:
+        raise _Malformed("it is not as torch writes it")
+    return tuple(value)
 
 
-def _is_shape(value: Any) -> bool:
-    return (
-        isinstance(value, tuple)
-        and len(value) <= MAX_DIMENSIONS
-        and all(type(one) is int and one >= 0 for one in value)
-        and math.prod(value) <= MAX_ELEMENTS
-    )
+def _counts(value: Any, problem: str) -> tuple[int, ...]:
+    """Return a shape, or raise _Malformed with a problem."""
+    if not is_shape(value):
+        raise _Malformed(problem)
+    return tuple(value)
 
 
 def whole_tensor(name: str, tensor: StoredTensor) -> SourceTensor:

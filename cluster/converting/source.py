@@ -1,11 +1,18 @@
-"""A checkpoint of another format as the places of its numbers: which bytes of which file belong to which tensor."""
+"""A checkpoint of another format as the places of its numbers: which bytes of which file belong to which tensor.
+
+Formats read the source through `PinnedStore`. So none of them repeats requests or compares versions itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from storage.stores.object_store import ObjectInfo
+from storage.errors import ObjectChanged
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, Upload
+from storage.stores.requests import RetryPolicy, with_retries
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,61 @@ class Source:
     format: str  # its name, for messages
     tensors: tuple[SourceTensor, ...]
     extra_files: Mapping[str, str]  # config, tokenizer: name in the result -> key in the source
+
+
+class PinnedStore:
+    """A store whose requests are repeated, and whose objects must stay the versions that were seen first.
+
+    Thread-safe. An object whose store names no versions is not compared.
+    """
+
+    def __init__(self, store: ObjectStore, policy: RetryPolicy) -> None:
+        self.uri = store.uri
+        self._store, self._policy = store, policy
+        self._etags: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._pinned(with_retries(lambda: self._store.stat(key), self._policy))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        yield from map(self._pinned, with_retries(lambda: [*self._store.list(prefix)], self._policy))
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        wanted = etag or self._etags.get(key)
+        found = with_retries(lambda: self._store.read_into(key, byte_range, buffer, etag=wanted), self._policy)
+        self._pin(key, found)
+        return found
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        return self._store.put(key, data)
+
+    def upload(self, key: str) -> AbstractContextManager[Upload]:
+        return self._store.upload(key)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _pinned(self, info: ObjectInfo) -> ObjectInfo:
+        self._pin(info.key, info.etag)
+        return info
+
+    def _pin(self, key: str, etag: str | None) -> None:
+        """Note the version of an object. Raises ObjectChanged if another one was seen before."""
+        if etag is None:
+            return
+        with self._lock:
+            first = self._etags.setdefault(key, etag)
+        if first != etag:
+            raise ObjectChanged(
+                "a file of the source was replaced while it was read",
+                hint="convert again when nobody writes to the source",
+                uri=self.uri,
+                key=key,
+            )
 
 
 # Beside the weights: config, tokenizer, chat template. Folders where trainers put them.

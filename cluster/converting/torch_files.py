@@ -8,6 +8,9 @@ tensor: the place of its first element in the file. The bytes stay where they ar
 name of a global must be in a table of constructors here, or in the names that the caller allows. Those become an
 `Opaque`, an object that remembers its name, arguments and state. Any other name is `UnsafePickle`. The opcodes that
 find objects otherwise (INST, OBJ, extensions, buffers) are unknown. Memory is bounded by the length of the pickle.
+
+A few bytes of a pickle can describe a tuple that has 2**60 elements when it is written out, because its halves are one
+object. So no value of a file is formatted, hashed or multiplied before its type and size are checked (`is_shape`).
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
-from cluster.errors import BrokenCheckpointFile, UnsafePickle
+from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
 from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_DIMENSIONS, MAX_ELEMENTS
 from storage.problems import quote
 from storage.stores.object_store import ByteRange, ObjectStore
@@ -29,6 +32,7 @@ MAX_DIRECTORY_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10  # has the end record, and the directory of most files
 _WINDOW_BYTES = 4 << 10  # read at once where a small part is needed
 _READERS = 8
+_MAX_NAME = 512  # characters of a global; the opcode that names one can repeat long texts
 
 # torch's name of a dtype -> that of safetensors
 DTYPES = {
@@ -66,6 +70,16 @@ _STORAGES = {
     "ComplexFloatStorage": "C64",
     "UntypedStorage": "U8",
 }
+# of torch, without a counterpart in safetensors; storages have the names of their dtypes
+_UNSTORABLE = {
+    "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8",
+    "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+    **{name: name for name in ("complex128", "complex32", "qint8", "quint8", "qint32", "quint4x2", "quint2x4")},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +105,9 @@ class Opaque:
     """An object in a pickle that is not built. It has the name of its class, the arguments and the state."""
 
     name: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-    items: list[Any] = field(default_factory=list)  # appended to it
+    args: tuple[Any, ...] = field(default=(), repr=False)
+    state: Any = field(default=None, repr=False)
+    items: list[Any] = field(default_factory=list, repr=False)  # appended to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +136,7 @@ def read_torch_file(
 
     Raises:
         UnsafePickle: The pickle names a global that is not allowed, or has opcodes that data does not need.
+        ConvertError: Tensors have a dtype that safetensors lacks.
         BrokenCheckpointFile: Not a zip file of `torch.save`, or one that is cut short.
         StoreError: The store did not answer.
     """
@@ -275,6 +290,7 @@ def load_pickle(
 
     Raises:
         UnsafePickle: It names another global, or has opcodes that data does not need.
+        ConvertError: It names a dtype that safetensors lacks.
         BrokenCheckpointFile: It is cut short, or an object is not what torch writes.
     """
     try:
@@ -302,6 +318,7 @@ class _Machine:
         self.allowed, self.storages = frozenset(allowed), storages
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.copied = 0  # elements
 
     def run(self) -> Any:
         while True:
@@ -328,6 +345,12 @@ class _Machine:
     def number(self, count: int) -> int:
         return int.from_bytes(self.take(count), "little")
 
+    def check_copy(self, count: int) -> None:
+        """Raise ValueError if constructors have copied more elements than the pickle has bytes."""
+        self.copied += count
+        if self.copied > len(self.data):
+            raise ValueError("it copies the same objects again and again")
+
     def line(self) -> str:
         end = self.data.index(b"\n", self.place)
         return self.take(end + 1 - self.place)[:-1].decode()
@@ -341,10 +364,17 @@ class _Machine:
         raise ValueError("a mark is missing")
 
     def find(self, name: str) -> Global:
+        if len(name) > _MAX_NAME:
+            raise ValueError(f"a name of {len(name)} characters")
         head, _, tail = name.rpartition(".")
         of_torch = name in _CLASSES or (head == "torch" and (tail in DTYPES or tail in _STORAGES))
         if of_torch or name in _CONSTRUCTORS or name in self.allowed or f"{name.partition('.')[0]}.*" in self.allowed:
             return Global(name)
+        if head == "torch" and tail in _UNSTORABLE:
+            raise ConvertError(
+                f"{quote(self.file)} has tensors of {_UNSTORABLE[tail]}, and safetensors has no such dtype",
+                hint="cast them before they are saved, such as complex128 to complex64, or leave them out",
+            )
         raise UnsafePickle(
             f"{quote(self.file)} wants to import {quote(name)}, which no checkpoint of this format needs",
             hint="do not use the file unless you know who wrote it; nothing of it was run",
@@ -355,6 +385,8 @@ class _Machine:
             raise ValueError("a call of what is no global")
         if made.name in _GETATTR:  # how protocol 2 names a class within a class; its name must be allowed too
             owner, name = args
+            if not isinstance(owner, Global) or not isinstance(name, str):
+                raise ValueError("an attribute of what is no class")
             return self.find(f"{owner.name}.{name}")
         constructor = _CONSTRUCTORS.get(made.name)
         return Opaque(made.name, args) if constructor is None else constructor(self, *args)
@@ -362,6 +394,8 @@ class _Machine:
     def storage(self, identity: Any) -> _Storage:
         """Return the bytes that a persistent id names: ("storage", class, key, device, number of elements)."""
         _, kind, key, _, _ = identity
+        if not isinstance(key, str):
+            raise ValueError("the key of a storage is no text")
         start, size_bytes = self.storages[key]
         return _Storage(_STORAGES[kind.name.removeprefix("torch.")], self.file, start, size_bytes)
 
@@ -405,6 +439,8 @@ class _Machine:
 
     def pop_global(self) -> Global:
         name, module = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise ValueError("a global whose name is no text")
         return self.find(f"{module}.{name}")
 
     def tuple_of(self, count: int) -> tuple[Any, ...]:
@@ -416,16 +452,27 @@ class _Machine:
 
 
 def _key(name: object) -> object:
-    """Return a key of a dict. A tuple of tuples is refused: its hash can take exponential time."""
-    plain = (str, int, float, bytes, type(None), Global, Opaque)
-    if isinstance(name, plain) or (isinstance(name, tuple) and all(isinstance(one, plain) for one in name)):
+    """Return a key of a dict. A tuple of tuples is refused: its hash can take exponential time.
+
+    Long tuples and integers are refused, too. Python hashes them again each time that one is a key.
+    """
+    if isinstance(name, tuple) and len(name) <= MAX_DIMENSIONS and all(map(_is_plain, name)):
+        return name
+    if _is_plain(name):
         return name
     raise ValueError(f"a {type(name).__name__} as the key of a dict")
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 64
+    return isinstance(value, str | float | bytes | None | Global | Opaque)
 
 
 def _ordered(machine: _Machine, pairs: object = ()) -> dict[Any, Any]:
     if not isinstance(pairs, list | tuple):
         raise ValueError("an OrderedDict of what is no list")
+    machine.check_copy(len(pairs))
     return {_key(name): value for name, value in pairs}
 
 
@@ -433,11 +480,27 @@ def _encoded(machine: _Machine, text: object, encoding: object = "latin1") -> by
     """Return bytes, which protocol 2 pickles as a text to encode."""
     if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes of no text")
+    machine.check_copy(len(text))
     return text.encode("latin-1")
 
 
+def is_shape(value: object) -> TypeGuard[tuple[int, ...] | list[int]]:
+    """Return whether a value of a file is a tuple or list of counts that a tensor can have as its shape."""
+    return _are_counts(value) and prod(value) <= MAX_ELEMENTS
+
+
+def _are_counts(value: object) -> TypeGuard[tuple[int, ...] | list[int]]:
+    return (
+        isinstance(value, tuple | list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(one) is int and 0 <= one <= MAX_ELEMENTS for one in value)
+    )
+
+
 def _size(machine: _Machine, counts: object = ()) -> tuple[int, ...]:
-    if not isinstance(counts, tuple | list) or not all(type(one) is int and abs(one) < 1 << 63 for one in counts):
+    if not isinstance(counts, tuple | list) or len(counts) > MAX_DIMENSIONS:
+        raise ValueError("a torch.Size of what are no sizes")
+    if not all(type(one) is int and abs(one) < 1 << 63 for one in counts):
         raise ValueError("a torch.Size of what are no sizes")
     return tuple(counts)
 
@@ -468,10 +531,10 @@ def _refuse_lazy(metadata: Sequence[object]) -> None:
 
 
 def _placed(storage: _Storage, dtype: str, offset: Any, shape: Any, strides: Any) -> StoredTensor:
-    shape, strides = _size(None, shape), _size(None, strides)  # type: ignore[arg-type]
-    good = len(shape) == len(strides) <= MAX_DIMENSIONS and type(offset) is int
-    if not good or min((offset, *shape, *strides)) < 0 or prod(shape) > MAX_ELEMENTS:
+    good = is_shape(shape) and _are_counts(strides) and len(shape) == len(strides)
+    if not good or type(offset) is not int or not 0 <= offset <= MAX_ELEMENTS:
         raise ValueError("a tensor whose shape and strides are impossible")
+    shape, strides = tuple(shape), tuple(strides)
     item_bytes = DTYPE_BITS[dtype] // 8
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if prod(shape) and (last + 1) * item_bytes > storage.size_bytes:

@@ -197,8 +197,8 @@ def dtensor_region(shape: Sequence[int], cuts: Sequence[MeshCut]) -> Region:
     for cut in cuts:
         kept: list[Range] = []
         for first, end in _chunks(_length(ranges[cut.dim]), cut.groups):
-            share = _chunks(end - first, cut.parts)
-            low, high = share[cut.part] if cut.part < len(share) else (end - first,) * 2
+            size = -(-(end - first) // cut.parts)
+            low, high = (min(part * size, end - first) for part in (cut.part, cut.part + 1))
             kept += take(ranges[cut.dim], first + low, first + high)
         ranges[cut.dim] = tuple(kept)
     return Region(tuple(ranges))

@@ -21,7 +21,7 @@ from botocore.awsrequest import HeadersDict
 from botocore.parsers import create_parser
 
 from cluster.converting.assembly import coverage_problems
-from cluster.converting.dcp import read_tensors
+from cluster.converting.dcp import read, read_tensors
 from cluster.converting.rank_files import ALLOWED, join_ranks, state_of
 from cluster.converting.torch_files import load_pickle, read_torch_file
 from cluster.errors import ConvertError, ModelConfigError
@@ -307,6 +307,8 @@ PICKLE = (
     b"X\x01\x00\x00\x00n](K\x01G@\x04\x00\x00\x00\x00\x00\x00N\x88X\x01\x00\x00\x00x\x86eu."
 )
 
+DOUBLED = b"K\x01\x85" + b"2\x86" * 24  # a tuple that has 2**24 numbers when it is written out or hashed
+
 
 def _torch_pickle(data: bytes) -> None:
     load_pickle(data, file="file", allowed=("collections.deque",), storages={"0": (64, 24)})
@@ -320,12 +322,17 @@ def _dcp_metadata(data: bytes) -> None:
     store = MemoryStore({".metadata": data, "__0_0.distcp": _torch_file_seeds()[0]})
     listing = {info.key: info for info in store.list()}
     read_tensors(store, listing, "", Problems())
+    with suppress(ConvertError):  # its file is missing
+        read(store, listing)
 
 
 def _rank_pickle(data: bytes) -> None:
     state = state_of(load_pickle(data, file="file", allowed=ALLOWED, storages={"0": (64, 24)}), "file")
-    for tensor in join_ranks([state, state], ["file", "file"], Problems()):
+    problems = Problems()
+    for tensor in join_ranks([state, state], ["file", "file"], problems):
         coverage_problems(tensor)
+    if problems:
+        raise ConvertError(str(problems))
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,38 +367,79 @@ def _opcodes(value: Any) -> bytes:
     return b"N" if value is None else b"J" + struct.pack("<i", value)
 
 
+def _with_bombs(make: Callable[..., bytes], **fields: Any) -> list[bytes]:
+    """Return a pickle with these fields, and others in which one of them is DOUBLED."""
+    return [make(**fields), *(make(**{**fields, name: DOUBLED}) for name in fields)]
+
+
 def _dcp_seeds() -> list[bytes]:
+    path, chunk = ("model", "w"), {"offsets": (0, 0), "sizes": (2, 3)}
+    found = _with_bombs(_dcp_pickle, name="w", file="__9_0.distcp", path=path, size=(2, 3), **chunk)
+    return [*found, _dcp_pickle("w", "__9_0.distcp", (b"\x8a\xff" + b"\x01" * 255,), (2, 3), (0, 0), (2, 3))]
+
+
+def _dcp_pickle(name: Any, file: Any, path: Any, size: Any, offsets: Any, sizes: Any) -> bytes:
     metadata, storage = "torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem._StorageInfo"
-    chunk = _Made(f"{metadata}ChunkStorageMetadata", state={"offsets": (0, 0), "sizes": (2, 3)})
+    chunk = _Made(f"{metadata}ChunkStorageMetadata", state={"offsets": offsets, "sizes": sizes})
     properties = _Made(f"{metadata}TensorProperties", state={"dtype": _Made("torch.float32")})
-    tensor = {"properties": properties, "size": (2, 3), "chunks": [chunk]}
-    index = {"fqn": "w", "offset": (0, 0), "index": 0}
-    info = {"relative_path": "__9_0.distcp", "offset": 0, "length": 9}
+    tensor = {"properties": properties, "size": size, "chunks": [chunk]}
+    index = {"fqn": name, "offset": offsets, "index": 0}
+    info = {"relative_path": file, "offset": 0, "length": 9}
     state = {
         "state_dict_metadata": {"w": _Made(f"{metadata}TensorStorageMetadata", state=tensor)},
         "storage_data": {_Made(f"{metadata}MetadataIndex", state=index): _Made(storage, state=info)},
-        "planner_data": {"w": ("model", "w")},
+        "planner_data": {"w": path},
     }
-    return [b"\x80\x02" + _opcodes(_Made(f"{metadata}Metadata", state=state)) + b"."]
+    return b"\x80\x02" + _opcodes(_Made(f"{metadata}Metadata", state=state)) + b"."
+
+
+LOCAL = PICKLE[PICKLE.index(b"ctorch._utils") : PICKLE.index(b"tR") + 2]
 
 
 def _rank_seeds() -> list[bytes]:
+    shape, placement = {"shape": (4, 3)}, {"dim": 0, "groups": 1}
+    flat = _Made("torch.distributed._mesh_layout._FlatLayout", state={"shape": (2,), "stride": (1,)})
+    found = _with_bombs(_dtensor_pickle, layout={"axes": (flat,)}, place=(0,), **placement, **shape)
+    # a rank with 2**20 strided parts, and meshes that cannot be
+    found.append(_dtensor_pickle({"shape": (2,)}, (0,), 0, 1 << 20, (1 << 30, 3)))
+    for mesh in (((1 << 20, [0]),), (DOUBLED, 2), ([1 << 30] * 60,), ([[2]] * 70,)):
+        found.append(_dtensor_pickle({"shape": mesh}, (0,), 0, 1, (4, 3)))
+    found += _with_bombs(_sharded_pickle, offsets=(0, 0), sizes=(2, 3), **shape)
+    return [*found, _sharded_pickle((), (), (), shards=())]  # none is a list
+
+
+def _dtensor_pickle(layout: Any, place: Any, dim: Any, groups: Any, shape: Any) -> bytes:
     tensor = "torch.distributed.tensor."
-    layout = [_Made("torch.distributed._mesh_layout._FlatLayout", state={"shape": (2,), "stride": (1,)})]
     mesh = {
-        "_layout": _Made("torch.distributed._mesh_layout._MeshLayout", state={"axes": (*layout,)}),
-        "_coordinate_on_dim": (0,),
+        "_layout": _Made("torch.distributed._mesh_layout._MeshLayout", state=layout),
+        "_coordinate_on_dim": place,
     }
     spec = {
         "mesh": _Made("torch.distributed.device_mesh.DeviceMesh", state=mesh),
-        "placements": (_Made(f"{tensor}placement_types.Shard", state={"dim": 0}),),
+        "placements": (_Made(f"{tensor}placement_types._StridedShard", state={"dim": dim, "split_factor": groups}),),
     }
-    local = PICKLE[PICKLE.index(b"ctorch._utils") : PICKLE.index(b"tR") + 2]
-    fields = {"_local_tensor": local, "_spec": _Made(f"{tensor}_dtensor_spec.DTensorSpec", state=spec)}
-    args = (_Made(f"{tensor}DTensor"), _Made("torch.float32"), (4, 3), (3, 1))
-    rebuild = (_Made("torch._utils._rebuild_wrapper_subclass"), _Made(f"{tensor}DTensor"), args, (None, fields))
-    made = {"w": _Made("torch._tensor._rebuild_from_type_v2", rebuild)}
-    return [b"\x80\x02" + _opcodes(made) + b"."]
+    fields = {"_local_tensor": LOCAL, "_spec": _Made(f"{tensor}_dtensor_spec.DTensorSpec", state=spec)}
+    return _wrapped_pickle(f"{tensor}DTensor", shape, (None, fields))
+
+
+def _sharded_pickle(offsets: Any, sizes: Any, shape: Any, shards: Any = None) -> bytes:
+    sharded = "torch.distributed._shard."
+    place = _Made(f"{sharded}metadata.ShardMetadata", state={"shard_offsets": offsets, "shard_sizes": sizes})
+    shard = _Made(f"{sharded}sharded_tensor.shard.Shard", state={"tensor": LOCAL, "metadata": place})
+    state = ([shard] if shards is None else shards, None)
+    return _wrapped_pickle(f"{sharded}sharded_tensor.api.ShardedTensor", shape, state)
+
+
+def _wrapped_pickle(kind: str, shape: Any, state: Any) -> bytes:
+    args = (_Made(kind), _Made("torch.float32"), shape, (3, 1))
+    rebuild = (_Made("torch._utils._rebuild_wrapper_subclass"), _Made(kind), args, state)
+    return b"\x80\x02" + _opcodes({"w": _Made("torch._tensor._rebuild_from_type_v2", rebuild)}) + b"."
+
+
+def _torch_pickle_seeds() -> list[bytes]:
+    names = (DOUBLED + _opcodes("x") + b"\x93", _opcodes("torch") + DOUBLED + b"\x93")
+    storage = _opcodes(("storage", _Made("torch.FloatStorage"), DOUBLED, None, 6)) + b"Q"
+    return [PICKLE, *(b"\x80\x04" + one + b"." for one in (*names, storage, b"}" + DOUBLED + b"Ns"))]
 
 
 def _torch_file_seeds() -> list[bytes]:
@@ -487,7 +535,7 @@ PARSERS = (
     Parser("disk_file", _disk_file, (DiskChunkUnusable,), _disk_seeds, False),
     Parser("disk_file_checksummed", _disk_file_checksummed, (DiskChunkUnusable,), _disk_seeds, False),
     Parser("disk_header", _disk_header, (DiskChunkUnusable,), _disk_seeds, False),
-    Parser("torch_pickle", _torch_pickle, (ConvertError,), lambda: [PICKLE], False),
+    Parser("torch_pickle", _torch_pickle, (ConvertError,), _torch_pickle_seeds, False),
     Parser("dcp_metadata", _dcp_metadata, (ConvertError,), _dcp_seeds, False),
     Parser("rank_pickle", _rank_pickle, (ConvertError,), _rank_seeds, False),
     Parser("torch_file", _torch_file, (ConvertError,), _torch_file_seeds, False),

@@ -127,6 +127,34 @@ def test_files_are_those_of_save_file(store: ObjectStore, tmp_path: Path) -> Non
     assert publish(store, chunk_bytes=CHUNK).unchanged
 
 
+def test_all_files_are_on_disk_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut there is no manifest whose files, or their names, were only in the page cache."""
+    folder, calls = tmp_path / "model", []
+    sync, rename = os.fsync, os.rename
+
+    def fsync(file: int) -> None:
+        sync(file)
+        calls.append(("fsync", os.fstat(file).st_ino))
+
+    def move(old: str, new: str) -> None:
+        inode = os.stat(old).st_ino
+        rename(old, new)
+        calls.append((os.path.basename(new), inode))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", move)
+    save(LocalStore(folder), arrays())
+    moved = {name: place for place, (name, _) in enumerate(calls) if (folder / name).exists()}
+    published = [*moved][: [*moved].index(MANIFEST_KEY) + 1]
+    assert {"config.json", INDEX_KEY, MANIFEST_KEY} < set(published)
+    assert sum(name.endswith(".safetensors") for name in published) > 1
+    for name in published:
+        place = moved[name]
+        assert ("fsync", calls[place][1]) in calls[:place], name
+        end = len(calls) if name == MANIFEST_KEY else moved[MANIFEST_KEY]
+        assert ("fsync", folder.stat().st_ino) in calls[place:end], name
+
+
 def test_the_next_revision_has_files_of_its_own(store: ObjectStore) -> None:
     first = save(store, arrays())
     files = {shard.key for shard in open_model(store).shards}

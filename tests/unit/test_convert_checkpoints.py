@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,16 @@ import pytest
 import cluster
 from cluster.command_line.cli import main
 from cluster.converting import rank_files
-from storage.errors import LongshoreError, StoreError
+from cluster.converting.formats import find_source
+from storage.errors import LongshoreError, ObjectChanged, StoreError
 from storage.publishing import saves
 from storage.stores.embedded_s3 import EmbeddedS3
-from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.local import LocalStore
+from storage.stores.object_store import ByteRange, MemoryStore, read_bytes
 from storage.stores.open_store import open_store
-from tests.support.s3_servers import make_bucket, server_ref
+from tests.support.counting_proxy import CountingProxy, Request, s3_refusal
+from tests.support.faulty_stores import WrappedStore
+from tests.support.s3_servers import make_bucket, notice, server_ref
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -174,6 +180,53 @@ def test_state_dicts_keep_their_bits(tmp_path: Path) -> None:
     check_equal(tensors_in(tmp_path / "again"), whole)
 
 
+SET = ("model-00001-of-00002", "model-00002-of-00002")
+
+
+@pytest.mark.parametrize(
+    ("files", "taken", "refused"),
+    [
+        (["model"], ["model"], []),
+        (["model", "ema/model", "checkpoint-3/optimizer"], ["model"], []),
+        (SET, SET, []),
+        (["only-weights"], ["only-weights"], []),
+        (["inner/model"], ["inner/model"], []),
+        (["shard-00001-model-00001-of-00001", "shard-00002-model-00001-of-00001"], None, []),
+        (["model", "optimizer"], [], ["optimizer"]),
+        (["model", *SET], [], SET),
+        ([*SET, "consolidated", "adapter_model"], [], ["consolidated", "adapter_model"]),
+        ([*SET, "model-00001-of-00003"], [], ["model-00001-of-00003"]),
+        (["a", "b"], [], ["b"]),
+        (["vae/model", "unet/model"], [], ["vae", "unet"]),
+        ([SET[1]], [], ["is one of 2 files, but 1 are there"]),
+    ],
+)
+def test_only_files_of_one_model_are_taken_without_an_index(
+    tmp_path: Path, files: list[str], taken: list[str] | None, refused: list[str]
+) -> None:
+    source = tmp_path / "in"
+    for number, name in enumerate(files):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        safetensors_torch.save_file({f"{number}": torch.full((3,), number)}, source / f"{name}.safetensors")
+    if refused:
+        with pytest.raises(cluster.ConvertError) as caught:
+            find_source(LocalStore(source))
+        assert all(one in str(caught.value) for one in refused)
+    else:
+        found, _ = find_source(LocalStore(source))
+        names = [str(number) for number, name in enumerate(files) if taken is None or name in taken]
+        assert sorted(tensor.name for tensor in found.tensors) == names
+
+
+def test_weights_of_a_subfolder_do_not_hide_a_state_dict(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    (source / "adapter").mkdir(parents=True)
+    safetensors_torch.save_file({"a": torch.zeros(1)}, source / "adapter/model.safetensors")
+    torch.save(state(), source / "pytorch_model.bin")
+    found, _ = find_source(LocalStore(source))
+    assert {tensor.name for tensor in found.tensors} == state().keys()
+
+
 def test_dtype_casts_as_torch_casts(tmp_path: Path) -> None:
     whole = state(4)
     torch.save(whole, tmp_path / "model.pt")
@@ -228,6 +281,51 @@ def test_places_in_metadata_stay_inside_the_checkpoint(tmp_path: Path) -> None:
     check_equal(tensors_in(tmp_path / "out"), whole)
 
 
+class _Wrapper:
+    """An object with a state dict, as torchtitan hands those of model, optimizers and training to DCP's planner."""
+
+    def __init__(self, state_dict: Callable[[], dict[str, Any]]) -> None:
+        self.state_dict = state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["model under its own key", "model in the root", "model alone"])
+def test_files_of_torchtitan_have_the_model_alone(tmp_path: Path, layout: str) -> None:
+    """Its `CheckpointManager` saves `ModelWrapper` under `model`; newer versions put its state dict in the root."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    model = torch.nn.ModuleDict({"tok_embeddings": torch.nn.Embedding(9, 4), "norm": torch.nn.Linear(4, 4)})
+    model.register_buffer("freqs", torch.randn(3, dtype=torch.complex64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    losses = io.BytesIO()
+    torch.save([1.5], losses)
+    states = {
+        "train_state": _Wrapper(lambda: {"step": torch.tensor(3, dtype=torch.int32), "global_avg_losses": losses}),
+        "optimizer": _Wrapper(lambda: get_optimizer_state_dict(model, optimizer, options=flat)),
+        "dataloader": _Wrapper(lambda: {"dp_rank_0": pickle.dumps({"seen": 7}), "world_size": 1}),
+        "lr_scheduler": _Wrapper(lambda: {"last_epoch": 3, "base_lrs": [0.1]}),
+    }
+    if layout == "model under its own key":
+        states["model"] = _Wrapper(lambda: get_model_state_dict(model))
+    else:
+        states = {**(states if layout == "model in the root" else {}), **get_model_state_dict(model)}
+    dcp.save(states, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    cluster.convert(tmp_path / "step-3", tmp_path / "out", progress=False)
+    check_equal(tensors_in(tmp_path / "out"), dict(model.state_dict()))
+
+
 def test_full_disk_ends_a_conversion_that_can_continue(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3_000_000)}, tmp_path / "model.pt")
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -263,6 +361,67 @@ def test_pickles_with_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
         cluster.convert(source, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
     assert not Path("hostile").exists()
+
+
+class RefusesEachOnce(CountingProxy):
+    """Answers 503 to the first request of each kind: listings, and every range of every file."""
+
+    def __init__(self, upstream_url: str) -> None:
+        self.refused: set[tuple[str, str, tuple[int, int] | None]] = set()
+        super().__init__(upstream_url)
+
+    def refusal(self, request: Request) -> bytes | None:
+        kind = request.method, request.path, request.range
+        if kind in self.refused:
+            return None
+        self.refused.add(kind)
+        return s3_refusal(503, "SlowDown")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["dcp", "state_dicts", "safetensors"])
+def test_planning_repeats_requests_that_were_refused(rclone: EmbeddedS3, tmp_path: Path, kind: str) -> None:
+    bucket = f"planned-{kind.replace('_', '-')}"
+    make_bucket(rclone, bucket)
+    folder = rclone.folder / bucket / "in"
+    folder.mkdir()
+    if kind == "dcp":
+        dcp = pytest.importorskip("torch.distributed.checkpoint")
+        dcp.save({"model": state()}, checkpoint_id=folder, no_dist=True)
+    elif kind == "state_dicts":
+        torch.save(state(), folder / "pytorch_model-1.bin")
+        weight_map = dict.fromkeys(state(), "pytorch_model-1.bin")
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    else:
+        cluster.save(state(), folder)
+    notice(rclone, rclone.folder / bucket)
+    with RefusesEachOnce(rclone.endpoint_url) as proxy:
+        server = {"endpoint_url": proxy.endpoint_url, "credentials": rclone.credentials(), "region": "us-east-1"}
+        plan = cluster.convert(f"s3://{bucket}/in", tmp_path / "out", dry_run=True, progress=False, **server)
+        assert plan.tensors == len(state())
+        assert len(proxy.refused) >= 3
+
+
+class _Replaced(WrappedStore):
+    """A file gets other bytes after the first read of it."""
+
+    def __init__(self, inner: MemoryStore, honours_etag: bool) -> None:
+        super().__init__(inner)
+        self.honours_etag = honours_etag
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        found = super().read_into(key, byte_range, buffer, etag=etag if self.honours_etag else None)
+        if len(self.reads) == 1:
+            self.inner.put(key, read_bytes(self.inner, key, ByteRange(0, self.stat(key).size_bytes)) + b"more")
+        return found
+
+
+@pytest.mark.parametrize("honours_etag", [True, False])
+def test_source_that_is_replaced_during_planning_is_refused(honours_etag: bool) -> None:
+    buffer = io.BytesIO()
+    torch.save(state(), buffer)
+    with pytest.raises(ObjectChanged):
+        find_source(_Replaced(MemoryStore({"model.pt": buffer.getvalue()}), honours_etag))
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,6 +475,13 @@ def test_lazy_conjugates_are_refused(tmp_path: Path) -> None:
         torch.save({"a": numbers.clone(), "b": lazy.resolve_conj().resolve_neg()}, tmp_path / "model.pt")
         cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
         check_equal(tensors_in(tmp_path / "out"), torch.load(tmp_path / "model.pt"))
+
+
+def test_dtypes_that_safetensors_lacks_are_named(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "model.pt")
+    with pytest.raises(cluster.ConvertError, match="has tensors of complex128") as caught:
+        cluster.convert(tmp_path / "model.pt", tmp_path / "out", progress=False)
+    assert not isinstance(caught.value, cluster.UnsafePickle)
 
 
 def test_small_file_cannot_become_a_large_result(tmp_path: Path) -> None:

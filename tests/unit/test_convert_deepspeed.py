@@ -230,6 +230,37 @@ def test_nan_in_the_weights_of_the_optimizer_is_refused(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "out").rglob("*") if "lock" not in path.name] == []
 
 
+def test_many_groups_of_many_weights_are_read(tmp_path: Path) -> None:
+    """DeepSpeed 0.19 stores the padding of each weight. There are more than a shape has dimensions."""
+    import torch
+
+    ranks, groups, run = 16, 20, tmp_path / "run"
+    run.mkdir()
+    names = [{f"{group}.{number}": torch.Size([5]) for number in range(100)} for group in range(groups)]
+    state = {"module": {}, "param_shapes": names, "buffer_names": [], "shared_params": {}}
+    torch.save(state, run / "mp_rank_00_model_states.pt")
+    vectors = [torch.arange(800.0).reshape(100, 8) + 1000 * group for group in range(groups)]
+    fields = {"zero_stage": 1, "partition_count": [ranks] * groups, "param_alignment_paddings": [[3] * 100] * groups}
+    for rank in range(ranks):
+        fields["single_partition_of_fp32_groups"] = [vector.view(ranks, -1)[rank].clone() for vector in vectors]
+        torch.save({"optimizer_state_dict": fields}, run / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    found = bits(run)
+    assert len(found) == groups * 100
+    for group, vector in enumerate(vectors):
+        for number in range(100):
+            assert found[f"{group}.{number}"].view(np.float32).tolist() == vector[number, :5].tolist()
+    for damage in ({"zero_stage": (1, 2)}, {"param_alignment_paddings": [[-1]]}, {"partition_count": [1 << 70]}):
+        torch.save({"optimizer_state_dict": {**fields, **damage}}, run / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        with pytest.raises(ConvertError, match=next(iter(damage))):
+            source(run)
+    torch.save({**state, "param_shapes": [names[0], names[0]]}, run / "mp_rank_00_model_states.pt")
+    with pytest.raises(ConvertError, match="a name in two groups"):
+        source(run)
+    torch.save({**state, "module": [1]}, run / "mp_rank_00_model_states.pt")
+    with pytest.raises(ConvertError, match="module is a list"):
+        source(run)
+
+
 def test_nan_is_found_in_every_dtype() -> None:
     import torch
 

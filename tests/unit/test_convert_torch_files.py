@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import subprocess
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,41 @@ def test_bombs_cost_no_more_than_their_length() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40 << 20
+
+
+DOUBLED = b"K\x01\x85" + b"2\x86" * 24  # a tuple of 2**24 numbers when it is written out
+LONG = text("a" * 100_000) + b"q\x00"
+LISTED = b"](" + b"N\x88\x86" * 30_000 + b"eq\x00"
+REPEATED = {  # each makes a copy, or a hash, of the long object before it
+    "bytes": b"(" + LONG + b"c_codecs\nencode\nq\x01h\x00\x85q\x02R" + b"h\x01h\x02R" * 20_000 + b"t",
+    "dicts": b"(" + LISTED + b"ccollections\nOrderedDict\nq\x01h\x00\x85q\x02R" + b"h\x01h\x02R" * 1000 + b"t",
+    "sizes": b"(" + LISTED.replace(b"N\x88\x86", b"K\x01") + b"ctorch\nSize\nh\x00\x85R" * 1000 + b"t",
+    "names": b"(X\x08\x00\x00\x00megatronq\x01" + LONG + b"h\x01h\x00\x93" * 20_000 + b"t",
+    "tuples": b"](K\x01" + b"2" * 100_000 + b"tq\x000}(" + b"h\x00N" * 20_000 + b"u",
+    "integers": b"\x8b\xa0\x86\x01\x00" + b"\x01" * 100_000 + b"q\x000}(" + b"h\x00N" * 20_000 + b"u",
+}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DOUBLED + text("x") + b"\x93",  # the module of a global
+        text("torch") + DOUBLED + b"\x93",
+        b"cbuiltins\ngetattr\nctorch\nTensor\n" + DOUBLED + b"\x86R",
+        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + DOUBLED + b"NK\x05tQ",
+        *REPEATED.values(),
+    ],
+)
+def test_objects_are_not_formatted_hashed_or_copied_unchecked(data: bytes) -> None:
+    tracemalloc.start()
+    started_s = time.process_time()
+    with pytest.raises(BrokenCheckpointFile):
+        load_pickle(b"\x80\x02" + data + b".", file="f", allowed=("builtins.getattr", "megatron.*"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20
+    assert time.process_time() - started_s < 3
+    assert len(repr(Opaque("x", args=((1,) * 10_000,)))) < 100
 
 
 def test_allowed_names_become_inert() -> None:

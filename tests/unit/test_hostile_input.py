@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import struct
+import time
 import tracemalloc
 from typing import Any
 
@@ -160,6 +161,15 @@ def test_memory_is_in_proportion_to_the_input(parser: Parser) -> None:
     inputs += [seed * 20 for seed in parser.seeds()]
     for data in inputs:
         assert peak_bytes(parser, data) < PER_BYTE * len(data) + 4 * MIB
+
+
+@BY_NAME
+def test_no_example_takes_long(parser: Parser) -> None:
+    for seed in parser.seeds():
+        parser.check(seed)  # imports what it needs
+        started_s = time.process_time()
+        assert peak_bytes(parser, seed) < PER_BYTE * len(seed) + 4 * MIB
+        assert time.process_time() - started_s < 1
 
 
 @JSON
