@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -170,7 +170,8 @@ class ResidentWeights:
         self.uri = source.model_uri
         self.options = dict(source.options)  # of the store, for `safe_open`
         self.index = index  # of the revision that the model has
-        self.broken = ""  # why the model may have contents of two revisions
+        self.broken = ""  # why it is not known which revision the model has: an update then reads everything
+        self.staging = False  # whether the engine's loader fills staged parameters
         self._model = model
         self._packing: set[int] = set()  # modules that the engine packs, by id
         self.slots = _slots(model, watch)
@@ -180,15 +181,32 @@ class ResidentWeights:
 
     @staticmethod
     def attach(model: torch.nn.Module, watch: Watch, source: ModelSource, index: ModelIndex) -> None:
-        """Keep the description with the model."""
+        """Keep the description with the model. Who calls the model's `load_weights` later is noticed."""
+        is_watched = _ATTRIBUTE in model.__dict__
         model.__dict__[_ATTRIBUTE] = ResidentWeights(model, watch, source, index)
+        if is_watched:
+            return
+        load_weights: Callable[..., Any] = model.load_weights
+
+        @wraps(load_weights)
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            if not ResidentWeights.of(model).staging:
+                ResidentWeights.reloaded(model)
+            return load_weights(*args, **kwargs)
+
+        model.__dict__["load_weights"] = noticed
 
     @staticmethod
-    def reloaded(model: torch.nn.Module) -> None:
-        """Note that somebody else has filled the model again: an update then reads everything."""
+    def reloaded(model: torch.nn.Module, source: ModelSource | None = None) -> None:
+        """Note that somebody else writes or discards the model's weights: an update then reads everything.
+
+        `source`: where the new ones are, if it is known.
+        """
         found = model.__dict__.get(_ATTRIBUTE)
         if isinstance(found, ResidentWeights):
             found.broken = "its weights were loaded again"
+            if source is not None:
+                found.uri, found.options = source.model_uri, dict(source.options)
 
     @staticmethod
     def of(model: torch.nn.Module) -> ResidentWeights:
@@ -258,7 +276,7 @@ class ResidentWeights:
         staged = Staged(list(slots), [slot.template.make() for slot in slots], names)
         live = map(_storage, itertools.chain(self._model.parameters(), self._model.buffers()))
         watch = Watch([address for address in live if address])
-        with _standing_in(staged), assignments_read(), watch:
+        with self._is_staging(), _standing_in(staged), assignments_read(), watch:
             load_weights(watch.named((name, tensor) for name, tensor in lazy if name in names))
             for slot, parameter in zip(staged.slots, staged.parameters, strict=True):
                 owner, name = slot.owners[0]
@@ -271,6 +289,14 @@ class ResidentWeights:
                         uri=self.uri,
                     )
         return staged
+
+    @contextlib.contextmanager
+    def _is_staging(self) -> Iterator[None]:
+        self.staging = True
+        try:
+            yield
+        finally:
+            self.staging = False
 
     @torch.no_grad()
     def exchange(self, staged: Staged, repack: Callable[[torch.nn.Module], object]) -> None:

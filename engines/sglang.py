@@ -45,6 +45,7 @@ REPEATABLE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 # Methods of a module, or marks, by which SGLang keeps other tensors that it made from the weights.
 _DERIVES = ("post_load_weights", "process_weights_after_loading", "w_kc")
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _OWN_PRIVATE = "sglang.private.private_model_loader"  # a company's own loader, which has the format already
 
 
@@ -195,6 +196,12 @@ def _filled_by_others(updater: Any, *args: Any, **more: Any) -> None:
     ResidentWeights.reloaded(updater.get_model())
 
 
+def _released(manager: Any, request: Any) -> None:
+    """Note that SGLang releases the memory of the weights, and may discard them. The next update reads everything."""
+    if not request.tags or "weights" in request.tags:
+        ResidentWeights.reloaded(manager.tp_worker.model_runner.model)
+
+
 def _unknown_packing(module: torch.nn.Module) -> bool:
     """Return whether SGLang changes the weights of this module, or keeps others made from them."""
     method = getattr(module, "quant_method", None)
@@ -222,3 +229,4 @@ def register() -> None:
     HookRegistry.register(f"{_UPDATER}.update_weights_from_disk", _update, HookType.AROUND)
     for name in ("update_weights_from_tensor", "load_weights_from_distributed", "update_weights_from_ipc"):
         HookRegistry.register(f"{_UPDATER}.{name}", _filled_by_others, HookType.BEFORE)
+    HookRegistry.register(f"{_MANAGER}.release_memory_occupation", _released, HookType.BEFORE)

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -71,6 +72,12 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        from vllm.v1.worker.gpu_worker import Worker  # not at the top: it imports all of vLLM
+
+        notice_writes(Worker)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do nothing: there is no connection to a trainer."""
@@ -129,6 +136,33 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         with every_core(os.environ), safe_open(uri, **options) as opened:
             resident.check_updatable(opened.index, _unknown_packing)
             yield Update(resident, opened, uri, self.model.load_weights, pack, info.streaming)
+
+
+# Methods of vLLM's workers that write or discard weights without the model's `load_weights`, and with which arguments.
+_WRITES: dict[str, Callable[..., bool]] = {
+    "discard": lambda tags: "weights" in tags,
+    "reload_weights": lambda *_, **__: True,  # also those that an engine has packed
+    "reset_weights": lambda: True,
+    "sleep": lambda level=1: level != 1,  # at level 1 they wait in host memory
+}
+
+
+@cache
+def notice_writes(kind: type) -> None:
+    """Let every worker of this class note that it writes or discards weights. Done once in a process."""
+
+    def noticing(original: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
+        @wraps(original)
+        def method(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            if writes(*args, **kwargs):
+                ResidentWeights.reloaded(worker.model_runner.get_model())
+            return original(worker, *args, **kwargs)
+
+        return method
+
+    for name, writes in _WRITES.items():
+        if hasattr(kind, name):  # a later version may have more of them
+            setattr(kind, name, noticing(getattr(kind, name), writes))
 
 
 def _unknown_packing(module: torch.nn.Module) -> bool:

@@ -180,6 +180,16 @@ def test_every_weight_is_replaced(
         assert session.tokens() == tokens_of(folders[name], PROMPT)
 
 
+def test_weights_that_others_loaded_are_read_again(
+    session: Session, models: dict[str, StoredModel], folders: dict[str, Path]
+) -> None:
+    assert session("update", models["b"].uri, {}) == ""
+    session("reload")
+    assert session.tokens() == tokens_of(folders["a"], PROMPT)
+    assert session("update", models["b"].uri, {}) == ""
+    assert session.tokens() == tokens_of(folders["b"], PROMPT)
+
+
 def check_killed(session: Session, model: StoredModel, kind: str, method: str, state: str) -> None:
     session("die", kind, method)
     said = session("update", model.uri, {})
@@ -277,6 +287,53 @@ def test_the_example_takes_two_revisions(
     ]
 
 
+def run_code(code: str) -> None:
+    """Run a program in vLLM's environment."""
+    done = subprocess.run(
+        [python_of("vllm"), "-c", textwrap.dedent(code)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_discarded_weights_are_noticed() -> None:
+    """A worker whose weights are discarded or written in one of vLLM's own ways has none that are known."""
+    code = """
+    import inspect
+    from types import SimpleNamespace
+
+    from engines.resident_weights import ResidentWeights
+    from engines.vllm_updates import notice_writes
+    from vllm.v1.worker.gpu_worker import Worker
+
+    noticed = []
+    ResidentWeights.reloaded = noticed.append
+    calls = {
+        "sleep": [((), {}, False), ((2,), {}, True), ((), {"level": 1}, False), ((), {"level": 2}, True)],
+        "discard": [((("kv_cache",),), {}, False), ((("weights", "kv_cache"),), {}, True)],
+        "reload_weights": [((), {}, True), ((), {"is_checkpoint_format": False}, True)],
+        "reset_weights": [((), {}, True)],
+    }
+    for name, each in calls.items():
+        for args, kwargs, _ in each:
+            inspect.signature(getattr(Worker, name)).bind(None, *args, **kwargs)  # as vLLM has it
+        setattr(Worker, name, lambda worker, *_, **__: len(noticed))
+    notice_writes(Worker)
+    notice_writes(Worker)
+    worker = Worker.__new__(Worker)
+    worker.model_runner = SimpleNamespace(get_model=lambda: "model")
+    for name, each in calls.items():
+        for args, kwargs, writes in each:
+            noticed.clear()
+            assert getattr(worker, name)(*args, **kwargs) == writes == len(noticed), (name, args, kwargs)
+    """
+    run_code(code)
+
+
 def test_layers_that_take_updates() -> None:
     """Methods and attention layers are taken by name. Their hooks are those that are known to pack nothing."""
     code = """
@@ -319,12 +376,4 @@ def test_layers_that_take_updates() -> None:
     assert _unknown_packing(layer(MLAAttention))
     assert _unknown_packing(layer(Attention, impl=SimpleNamespace(sinks=torch.ones(2))))
     """
-    done = subprocess.run(
-        [python_of("vllm"), "-c", textwrap.dedent(code)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_code(code)

@@ -5,6 +5,7 @@ begins with "answer: ":
 
     ["tokens", prompt]          the tokens that the model writes, and how many of the prompt's the cache had
     ["update", URI, options]    "" or the text of the error
+    ["reload"]                  each worker loads what its folder names
     ["pointers"]                for each worker, addresses of parameters that are never packed
     ["die", class, method]      the last worker is to die when the next update calls this of `resident_weights`
 """
@@ -44,6 +45,8 @@ def main() -> None:
             return list(found.outputs[0].token_ids), found.num_cached_tokens
         if kind == "pointers":
             return llm.collective_rpc(pointers)
+        if kind == "reload":
+            return llm.collective_rpc("reload_weights")
         if kind == "die":
             return llm.collective_rpc(die, args=told)
         try:

@@ -274,6 +274,27 @@ def test_what_other_ranks_have_taken_is_not_needed_again(
     check(net, tensors(1))
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_weights_that_others_loaded_are_read_again(net: Net, old: OpenModel, tmp_path: Path, noticed: bool) -> None:
+    """The engine loads its first weights again, by the model's loader or by one that says so."""
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        take(update_to(net, opened))
+        net.down.weight = torch.nn.Parameter(torch.empty(ROWS, COLUMNS, dtype=torch.float16), requires_grad=False)
+        if noticed:
+            net.load_weights(old.lazy_tensors())
+        else:
+            Net.load_weights(net, old.lazy_tensors())
+            ResidentWeights.reloaded(net, ModelSource("again", "", {"region": "here"}))
+            assert ResidentWeights.of(net).uri == "again"
+        net.down.pack()
+        check(net, tensors(0))
+        take(update_to(net, opened))
+        check(net, tensors(1))
+        again = update_to(net, opened)
+        take(again)
+        assert again.changed == set()  # an update itself is not taken for such a load
+
+
 def test_too_little_room_in_a_streaming_exchange(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with publish(tmp_path / "new", tensors(1)) as opened:
         update = update_to(net, opened, streaming=True)
