@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -420,7 +421,7 @@ def together(group: Any, ranks: int, step: Callable[[], Vote | None], *, exchang
     try:
         vote = step() or vote
     except Exception as failure:
-        error, vote = failure, Vote(error=f"{type(failure).__name__}: {failure}")
+        error, vote = failure, Vote(error=text_of(failure))
     votes = [vote] * ranks
     if ranks > 1:
         try:
@@ -452,6 +453,24 @@ def together(group: Any, ranks: int, step: Callable[[], Vote | None], *, exchang
         hint="update again, which reads everything, or start the engine anew",
         updated_ranks=updated,
     ) from error
+
+
+_SENT = {kind.__name__: kind for kind in (DoesNotFit, ModelBroken, UpdateRefused)}
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error as the text from which `error_of` makes one of the same type."""
+    return f"{type(error).__name__}: {error}"
+
+
+def error_of(text: str) -> LongshoreError:
+    """Return the error of an update, of which an engine passes on only a text that has its type's name in it.
+
+    Ranks that did not fail themselves name the type of the rank that did. A text that names none is an UpdateFailed.
+    """
+    found = re.search(rf"\b({'|'.join(_SENT)}): ", text)
+    kind = UpdateFailed if found is None else _SENT[found[1]]
+    return kind(f"the engine's update failed: {text}")
 
 
 def take_together(

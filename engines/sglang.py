@@ -34,7 +34,7 @@ from cluster.errors import ConfigError, UpdateRefused
 from cluster.small_files import ModelSource
 from engines import warn_of_version
 from engines.filling import Weights, fill, log_report, reader_group, source_of
-from engines.resident_weights import ResidentWeights, Update, Watch, pack, take_together
+from engines.resident_weights import ResidentWeights, Update, Watch, pack, take_together, text_of
 
 TESTED = ("0.5.23", "0.5.23")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("sglang.longshore")
@@ -160,7 +160,7 @@ def _update(original: Callable[..., Any], updater: Any, path: str, load_format: 
             take_together(lambda: _begin(updater, path, number), world.cpu_group, world.world_size, _LOG)
     except Exception as error:
         _LOG.error("The update failed: %s", error)
-        return False, f"{type(error).__name__}: {error}"
+        return False, text_of(error)
     updater.model_config.model_path = path
     updater.update_model_fields(
         updater.get_model(), model_path=path, load_format=load_format, load_config=LoadConfig(load_format=load_format)

@@ -27,8 +27,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.reader.open_model import safe_open
-from cluster.errors import ModelBroken, UpdateFailed, UpdateRefused
-from engines.resident_weights import ResidentWeights, Update, pack, take_together
+from cluster.errors import ModelBroken, UpdateRefused
+from engines.resident_weights import ResidentWeights, Update, error_of, pack, take_together, text_of
 from engines.vllm import every_core, group_of_engine
 from storage.errors import LongshoreError
 from storage.problems import quote
@@ -98,7 +98,8 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take the new revision, on every worker or on none. Only the last worker raises; others log their error.
 
-        Raises:
+        It raises a RuntimeError, whose cause and text are those of one of these:
+
             UpdateRefused: It differs in more than contents, or the engine repacks weights in a way that is not known.
             DoesNotFit: There is no room to stage what changed.
             UpdateFailed: Another worker failed before the exchange. Every worker has the revision that it had.
@@ -116,7 +117,8 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             take_together(lambda: self._begin(info()), world.cpu_group, world.world_size, _LOG)
         except Exception as error:
             if world.rank_in_group == world.world_size - 1:
-                raise
+                # vLLM passes on the text of an error, without its type.
+                raise RuntimeError(text_of(error)) from error
             _LOG.error("The update failed: %s", error)
 
     @contextlib.contextmanager
@@ -196,10 +198,12 @@ def update(
         **options: Of the store, as `safe_open` has them: `endpoint_url`, `region`, `profile`, `anonymous`.
 
     Raises:
-        UpdateRefused: The engine is asynchronous. It has methods of its own for each step.
-        UpdateFailed: The engine did not take the revision. The message is that of the worker that failed, and says
-            whether the old weights are still there.
-        ModelBroken: A process of the engine died, which ends the engine.
+        UpdateRefused: The revision differs in more than contents, or the engine repacks weights in a way that is not
+            known. Or the engine is asynchronous: it has methods of its own for each step. Nothing was touched.
+        DoesNotFit: There is no room to stage what changed. Nothing was touched.
+        UpdateFailed: A worker failed before the exchange. Every worker has the weights that it had.
+        ModelBroken: A worker failed in the exchange, and the message says which ones have the new weights. Or all have
+            them, and a cache has contents of the old ones. Or a process of the engine died, which ends the engine.
 
     Example:
         ```python
@@ -229,17 +233,26 @@ def update(
                 "Its log says which workers had the new revision",
                 hint="start the engine anew",
             ) from error
-        if isinstance(error, LongshoreError):
-            raise
-        # Workers in other processes send texts.
-        raise UpdateFailed(f"the engine did not take the new weights: {error}") from error
-    if llm.reset_prefix_cache() is False:
-        raise UpdateFailed(
-            "every worker has the new weights, but the prefix cache could not be emptied, as requests are running",
-            hint="call reset_prefix_cache when they have ended",
-        )
-    if hasattr(llm.llm_engine, "reset_encoder_cache"):
-        llm.llm_engine.reset_encoder_cache()
+        if isinstance(own := error.__cause__, LongshoreError):  # the worker is in this process
+            raise own from own.__cause__
+        raise error_of(str(error)) from error
+    _empty_caches(llm)
+
+
+def _empty_caches(llm: Any) -> None:
+    """Empty the caches that were made with the old weights. Raises ModelBroken where that cannot be done."""
+    cause = None
+    try:
+        problem = "requests are running" if llm.reset_prefix_cache() is False else ""
+        if hasattr(llm.llm_engine, "reset_encoder_cache"):
+            llm.llm_engine.reset_encoder_cache()
+    except Exception as error:
+        problem, cause = text_of(error), error
+    if problem:
+        raise ModelBroken(
+            f"every worker has the new weights, but a cache of the old ones could not be emptied: {problem}",
+            hint="call reset_prefix_cache when no request runs, or update again, which does so",
+        ) from cause
 
 
 LOOK_S = 0.5  # between two looks whether the engine's process lives

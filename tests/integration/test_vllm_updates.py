@@ -167,6 +167,7 @@ def test_a_damaged_revision_leaves_the_old_weights(
 def test_other_shapes_are_refused(session: Session, models: dict[str, StoredModel], folders: dict[str, Path]) -> None:
     assert session("update", models["a"].uri, {}) == ""
     said = session("update", models["wide"].uri, {})
+    assert said.startswith("UpdateRefused"), said
     assert "differs in more than contents" in said, said
     assert session.tokens() == tokens_of(folders["a"], PROMPT)
 
@@ -186,6 +187,18 @@ def test_weights_that_others_loaded_are_read_again(
     assert session("update", models["b"].uri, {}) == ""
     session("reload")
     assert session.tokens() == tokens_of(folders["a"], PROMPT)
+    assert session("update", models["b"].uri, {}) == ""
+    assert session.tokens() == tokens_of(folders["b"], PROMPT)
+
+
+def test_a_worker_that_fails_in_the_exchange_breaks_the_model(
+    session: Session, models: dict[str, StoredModel], folders: dict[str, Path]
+) -> None:
+    assert session("update", models["a"].uri, {}) == ""
+    session("fail")
+    said = session("update", models["b"].uri, {})
+    assert said.startswith("ModelBroken"), said
+    assert "no kernel. Ranks with all of the new revision: [0]" in said, said
     assert session("update", models["b"].uri, {}) == ""
     assert session.tokens() == tokens_of(folders["b"], PROMPT)
 
@@ -330,6 +343,30 @@ def test_discarded_weights_are_noticed() -> None:
         for args, kwargs, writes in each:
             noticed.clear()
             assert getattr(worker, name)(*args, **kwargs) == writes == len(noticed), (name, args, kwargs)
+    """
+    run_code(code)
+
+
+def test_a_cache_that_is_not_emptied_breaks_the_model() -> None:
+    """All workers have the new weights, so it must not read as if they had the old ones."""
+    code = """
+    from types import SimpleNamespace
+
+    from cluster.errors import ModelBroken
+    from engines.vllm_updates import update
+
+    def raises():
+        raise RuntimeError("the engine ended")
+
+    for reset, text in ((lambda: False, "requests are running"), (raises, "RuntimeError: the engine ended")):
+        engine = SimpleNamespace(engine_core=SimpleNamespace())
+        llm = SimpleNamespace(llm_engine=engine, collective_rpc=lambda *_, **__: None, reset_prefix_cache=reset)
+        try:
+            update(llm)
+        except ModelBroken as error:
+            assert "every worker has the new weights" in str(error) and text in str(error), error
+        else:
+            raise SystemExit("no error")
     """
     run_code(code)
 

@@ -7,6 +7,7 @@ begins with "answer: ":
     ["update", URI, options]    "" or the text of the error
     ["reload"]                  each worker loads what its folder names
     ["pointers"]                for each worker, addresses of parameters that are never packed
+    ["fail"]                    the last worker raises an error in the exchange of the next update
     ["die", class, method]      the last worker is to die when the next update calls this of `resident_weights`
 """
 
@@ -31,6 +32,19 @@ def die(worker: Any, kind: str, method: str) -> None:
         setattr(getattr(resident_weights, kind), method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def fail(worker: Any) -> None:
+    from engines.resident_weights import Update
+
+    original = Update.exchange
+
+    def exchange(update: Update) -> None:
+        Update.exchange = original  # type: ignore[method-assign]
+        raise RuntimeError("no kernel")
+
+    if worker.rank:
+        Update.exchange = exchange  # type: ignore[method-assign]
+
+
 def main() -> None:
     from vllm import LLM, SamplingParams
 
@@ -47,6 +61,8 @@ def main() -> None:
             return llm.collective_rpc(pointers)
         if kind == "reload":
             return llm.collective_rpc("reload_weights")
+        if kind == "fail":
+            return llm.collective_rpc(fail)
         if kind == "die":
             return llm.collective_rpc(die, args=told)
         try:

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 import cluster
 from actors.reader.open_model import OpenModel
-from cluster.errors import ClusterLost, DoesNotFit, ModelBroken, UpdateRefused
+from cluster.errors import ClusterLost, DoesNotFit, ModelBroken, UpdateFailed, UpdateRefused
 from cluster.small_files import ModelSource
 from engines import resident_weights
 from engines.filling import Weights, fill
-from engines.resident_weights import ResidentWeights, Update, Watch, changed_tensors, together
+from engines.resident_weights import ResidentWeights, Update, Watch, changed_tensors, error_of, text_of, together
 from tests.support.free_ports import free_ports
 
 pytestmark = pytest.mark.slow
@@ -377,6 +377,23 @@ def test_contents_in_a_buffer_are_refused(old: OpenModel) -> None:
     fill_watched(model, old, load_weights)
     with pytest.raises(UpdateRefused, match="ways that are not known: 'up'"):
         ResidentWeights.of(model).check_updatable(old.index, lambda module: False)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [
+        (UpdateRefused("other shapes"), UpdateRefused),
+        (DoesNotFit("no room", needed_bytes=1), DoesNotFit),
+        (ModelBroken("rank 1 failed in the exchange: DoesNotFit: no room"), ModelBroken),
+        (UpdateFailed("rank 0 of 2 failed, so nothing was touched: UpdateRefused: other shapes"), UpdateRefused),
+        (UpdateFailed("rank 0 of 2 failed, so nothing was touched: KeyError: 'x'"), UpdateFailed),
+        (KeyError("x"), UpdateFailed),
+    ],
+)
+def test_an_error_sent_as_a_text_keeps_its_type(sent: Exception, kind: type) -> None:
+    found = error_of(f"Call to collective_rpc method failed: Worker failed with error '{text_of(sent)}', please check")
+    assert type(found) is kind
+    assert str(sent) in str(found)
 
 
 def test_unpublished_revisions_count_as_changed(old: OpenModel, tmp_path: Path) -> None:
