@@ -28,7 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actors.reader.lazy_tensor import LazyTensor, assignments_read
+from actors.reader.lazy_tensor import LazyTensor, StoredTensor, assignments_read
 from actors.reader.open_model import OpenModel
 from cluster.errors import DoesNotFit, ModelBroken, UpdateFailed, UpdateRefused
 from cluster.small_files import ModelSource
@@ -47,6 +47,28 @@ HEADROOM_BYTES = 256 << 20  # of host memory that must stay free
 LoadWeights = Callable[[Weights], Any]
 
 
+class _Noting:
+    """A stored tensor that adds its name to a set when bytes of it are read."""
+
+    def __init__(self, stored: StoredTensor, read: set[str]) -> None:
+        self._stored, self._read = stored, read
+        self.name, self.shape, self.dtype = stored.name, stored.shape, stored.dtype
+
+    def read(
+        self,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._read.add(self.name)
+        return self._stored.read(shape, offsets, sizes, target)
+
+    def read_all(self) -> torch.Tensor:
+        self._read.add(self.name)
+        return self._stored.read_all()
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes into which memory the tensors of a checkpoint are written, while a model is filled.
 
@@ -58,6 +80,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, set[str]] = {}  # address of a storage -> names
+        self.read: set[str] = set()  # names of tensors of which the loader has read bytes, whatever it did with them
         self._kept = frozenset(kept)
         self._last: str | None = None  # the tensor that the loader works on; None before the first, "" after the last
 
@@ -66,7 +89,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             for name, tensor in weights:
                 self._last = name
-                yield name, tensor
+                yield name, LazyTensor(_Noting(tensor.stored, self.read)) if isinstance(tensor, LazyTensor) else tensor
         finally:
             self._last = ""
 
@@ -177,6 +200,8 @@ class ResidentWeights:
         self._packing: set[int] = set()  # modules that the engine packs, by id
         self.slots = _slots(model, watch)
         self.unknown = [slot.name for slot in self.slots if not slot.sources or "" in slot.sources]
+        # What was read and is in no parameter may be anywhere: in an attribute of a module, or in a number.
+        self.elsewhere = watch.read.difference(*(slot.sources for slot in self.slots))
         # The contents of a checkpoint in a buffer would stay old.
         self.unknown += [name for name, buffer in model.named_buffers() if _storage(buffer) in watch.written]
 
@@ -237,10 +262,16 @@ class ResidentWeights:
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
                 problems.add(f"{quote(name)} differs in more than contents")
+        if self.elsewhere and (stale := self.elsewhere & self.changed(new)):
+            problems.add(f"the engine keeps contents of {Problems(map(quote, sorted(stale)))} outside its parameters")
         if problems:
             raise UpdateRefused(
                 f"this revision cannot be taken in place: {problems}", hint="start the engine anew", uri=self.uri
             )
+
+    def changed(self, new: ModelIndex) -> set[str]:
+        """Return the names of tensors that an update to this revision has to read."""
+        return {tensor.name for tensor in new.tensors} if self.broken else changed_tensors(self.index, new)
 
     def affected(self, changed: Collection[str]) -> list[list[Slot]]:
         """Return the slots that an update replaces, in groups that can be exchanged one after the other.
@@ -339,8 +370,7 @@ class Update:
     def plan(self, place: str) -> Vote:
         """Find out what changed, and say what this rank is about to do. `place` names its machine."""
         new = self.opened.index
-        everything = {tensor.name for tensor in new.tensors}
-        self.changed = everything if self.resident.broken else changed_tensors(self.resident.index, new)
+        self.changed = self.resident.changed(new)
         groups = self.resident.affected(self.changed)
         self._batches = groups if self.streaming else [[slot for group in groups for slot in group]]
         need = max((_bytes_on(batch, "cpu") for batch in self._batches), default=0)

@@ -396,6 +396,52 @@ def test_an_error_sent_as_a_text_keeps_its_type(sent: Exception, kind: type) -> 
     assert str(sent) in str(found)
 
 
+def copied(model: Net, tensor: torch.Tensor) -> Any:
+    return torch.empty(ROWS, COLUMNS, dtype=torch.float16).copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("keep", "is_kept"),
+    [
+        pytest.param(copied, True, id="an attribute"),
+        pytest.param(lambda model, tensor: tensor.float() * 2, True, id="a tensor made from it"),
+        pytest.param(lambda model, tensor: tensor[0, 0].item(), True, id="a number"),
+        pytest.param(lambda model, tensor: tensor.numpy().max(), True, id="an array"),
+        pytest.param(lambda model, tensor: tensor.narrow(0, 0, 1).shape, False, id="only its shape"),
+        pytest.param(lambda model, tensor: None, False, id="nothing"),
+    ],
+)
+def test_contents_outside_parameters_are_refused(tmp_path: Path, keep: Any, is_kept: bool) -> None:
+    """A tensor that the engine drops, such as a tied head, may change. What it keeps elsewhere would stay old."""
+    model = Net()
+    other = {"other": torch.ones(ROWS, COLUMNS).half()}
+    kept = []
+
+    def load_weights(weights: Weights) -> None:
+        for name, tensor in weights:
+            if name == "other":
+                kept.append(keep(model, tensor))
+            else:
+                model.load_weights([(name, tensor)])
+
+    with publish(tmp_path / "old", {**tensors(0), **other}) as opened:
+        fill_watched(model, opened, load_weights, (*NAMES, "other"))
+    model.down.pack()
+    resident = ResidentWeights.of(model)
+    with publish(tmp_path / "same", {**tensors(1), **other}) as opened:
+        resident.check_updatable(opened.index, lambda module: False)
+        update = update_to(model, opened)
+        update.load_weights = load_weights
+        take(update)
+    check(model, tensors(1))
+    with publish(tmp_path / "new", {**tensors(1), "other": torch.zeros(ROWS, COLUMNS).half()}) as opened:
+        if is_kept:
+            with pytest.raises(UpdateRefused, match="keeps contents of 'other' outside its parameters"):
+                resident.check_updatable(opened.index, lambda module: False)
+        else:
+            resident.check_updatable(opened.index, lambda module: False)
+
+
 def test_unpublished_revisions_count_as_changed(old: OpenModel, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     folder.mkdir()
