@@ -143,20 +143,19 @@ class Template:
     kind: type
     attributes: Mapping[str, Any]
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of its elements."""
-        size = self.dtype.itemsize
-        for count in self.shape:
-            size *= count
-        return size
+        """Return the bytes from its first element to its last."""
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.dtype.itemsize * (1 + sum((count - 1) * step for count, step in steps))
 
     def make(self) -> torch.nn.Parameter:
         """Return a parameter like it, with memory of its own."""
-        data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         made: torch.nn.Parameter = torch.Tensor._make_subclass(self.kind, data, False)
         made.__dict__.update(self.attributes)
         return made
@@ -254,6 +253,8 @@ class ResidentWeights:
         problems = Problems()
         if self.unknown:
             problems.add(f"parameters were filled in ways that are not known: {Problems(map(quote, self.unknown))}")
+        if rearranged := [slot.name for slot in self.slots if _is_rearranged(slot)]:
+            problems.add(f"the engine has changed the strides of {Problems(map(quote, rearranged))}")
         modules = {type(module).__name__ for module in self._model.modules() if unknown_packing(module)}
         if modules:
             problems.add(f"the engine repacks the weights of {', '.join(sorted(modules))} in a way that is not known")
@@ -613,6 +614,7 @@ def _slots(model: torch.nn.Module, watch: Watch) -> list[Slot]:
                     type(parameter),
                     dict(parameter.__dict__),
                     tuple(parameter.shape),
+                    parameter.stride(),
                     parameter.dtype,
                     parameter.device,
                 )
@@ -628,8 +630,19 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _is_like(parameter: torch.Tensor, template: Template) -> bool:
-    like = (parameter.shape, parameter.dtype, parameter.device) == (template.shape, template.dtype, template.device)
-    return like and parameter.is_contiguous()
+    """Return whether new contents can be copied into it: the engine has not packed it away."""
+    return (parameter.shape, parameter.dtype, parameter.device) == (template.shape, template.dtype, template.device)
+
+
+def _is_rearranged(slot: Slot) -> bool:
+    """Return whether the engine has changed the order in memory of a parameter's elements since it was filled."""
+    owner, name = slot.owners[0]
+    live = owner._parameters.get(name)
+    if live is None or not _is_like(live, slot.template):
+        return False
+    # Strides of dimensions with one element mean nothing.
+    steps = zip(live.shape, live.stride(), slot.template.stride, strict=True)
+    return any(now != before for count, now, before in steps if count > 1)
 
 
 @contextlib.contextmanager

@@ -396,6 +396,22 @@ def test_an_error_sent_as_a_text_keeps_its_type(sent: Exception, kind: type) -> 
     assert str(sent) in str(found)
 
 
+def test_strides_of_a_parameter_stay(old: OpenModel, tmp_path: Path) -> None:
+    """A parameter that is not contiguous is filled in place. One that the engine has rearranged is refused."""
+    model = Net()
+    model.down.weight = torch.nn.Parameter(torch.empty(COLUMNS, ROWS, dtype=torch.float16).t(), requires_grad=False)
+    fill_watched(model, old, model.load_weights)
+    kept = model.down.weight
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        take(update_to(model, opened))
+        assert model.down.weight is kept
+        assert torch.equal(kept, tensors(1)["down"])
+        assert kept.stride() == (1, ROWS)
+        model.down.weight = torch.nn.Parameter(kept.contiguous(), requires_grad=False)
+        with pytest.raises(UpdateRefused, match=r"changed the strides of 'down\.weight'"):
+            ResidentWeights.of(model).check_updatable(opened.index, lambda module: False)
+
+
 def copied(model: Net, tensor: torch.Tensor) -> Any:
     return torch.empty(ROWS, COLUMNS, dtype=torch.float16).copy_(tensor)
 
