@@ -190,8 +190,7 @@ class ResidentWeights:
 
     def __init__(self, model: torch.nn.Module, watch: Watch, source: ModelSource, index: ModelIndex) -> None:
         """Describe the model after `load_weights`, and before the engine repacks anything."""
-        self.uri = source.model_uri
-        self.options = dict(source.options)  # of the store, for `safe_open`
+        self.source = source  # of the contents that the model has
         self.index = index  # of the revision that the model has
         self.broken = ""  # why it is not known which revision the model has: an update then reads everything
         self.staging = False  # whether the engine's loader fills staged parameters
@@ -230,8 +229,7 @@ class ResidentWeights:
         found = model.__dict__.get(_ATTRIBUTE)
         if isinstance(found, ResidentWeights):
             found.broken = "its weights were loaded again"
-            if source is not None:
-                found.uri, found.options = source.model_uri, dict(source.options)
+            found.source = source or found.source
 
     @staticmethod
     def of(model: torch.nn.Module) -> ResidentWeights:
@@ -267,7 +265,9 @@ class ResidentWeights:
             problems.add(f"the engine keeps contents of {Problems(map(quote, sorted(stale)))} outside its parameters")
         if problems:
             raise UpdateRefused(
-                f"this revision cannot be taken in place: {problems}", hint="start the engine anew", uri=self.uri
+                f"this revision cannot be taken in place: {problems}",
+                hint="start the engine anew",
+                uri=self.source.model_uri,
             )
 
     def changed(self, new: ModelIndex) -> set[str]:
@@ -319,7 +319,7 @@ class ResidentWeights:
                     raise UpdateRefused(
                         f"the engine filled {quote(slot.name)} in another way than when it was loaded",
                         hint="start the engine anew",
-                        uri=self.uri,
+                        uri=self.source.model_uri,
                     )
         return staged
 
@@ -358,7 +358,7 @@ class Update:
 
     resident: ResidentWeights
     opened: OpenModel  # the new revision
-    uri: str
+    source: ModelSource  # of it
     load_weights: LoadWeights
     repack: Callable[[torch.nn.Module], object]
     streaming: bool
@@ -375,7 +375,9 @@ class Update:
         groups = self.resident.affected(self.changed)
         self._batches = groups if self.streaming else [[slot for group in groups for slot in group]]
         need = max((_bytes_on(batch, "cpu") for batch in self._batches), default=0)
-        return Vote(f"{self.uri} at revision {new.revision}{', streaming' if self.streaming else ''}", place, need)
+        return Vote(
+            f"{self.source.model_uri} at revision {new.revision}{', streaming' if self.streaming else ''}", place, need
+        )
 
     def check_room(self) -> None:
         """Raise DoesNotFit unless there is room for what all ranks of this machine stage. None of them has begun."""
@@ -410,7 +412,7 @@ class Update:
     def finish(self) -> None:
         """Note that the model has the new revision."""
         self.resident.broken = ""
-        self.resident.index, self.resident.uri = self.opened.index, self.uri
+        self.resident.index, self.resident.source = self.opened.index, self.source
 
     def _stage(self, slots: Sequence[Slot]) -> Staged:
         staged = self.resident.stage(slots, self.opened.lazy_tensors(), self.load_weights)

@@ -180,7 +180,7 @@ def _begin(updater: Any, path: str, number: int) -> Iterator[Update]:
         problem = "draft models of SGLang take updates after the model"
     if problem:
         raise UpdateRefused(problem, hint="start the engine anew", uri=path)
-    source = ModelSource(path, "", resident.options) if "://" in path else source_of(path, {})
+    source = ModelSource(path, "", resident.source.options) if "://" in path else source_of(path, {})
     device = torch.device(updater.device)
 
     def load(weights: Weights) -> None:
@@ -188,7 +188,7 @@ def _begin(updater: Any, path: str, number: int) -> Iterator[Update]:
 
     with _open(source, f"update {number}") as opened:
         resident.check_updatable(opened.index, _unknown_packing)
-        yield Update(resident, opened, source.model_uri, load, pack, streaming=False)
+        yield Update(resident, opened, source, load, pack, streaming=False)
 
 
 def _filled_by_others(updater: Any, *args: Any, **more: Any) -> None:

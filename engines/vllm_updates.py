@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.reader.open_model import safe_open
 from cluster.errors import ModelBroken, UpdateRefused
+from cluster.small_files import ModelSource
 from engines.resident_weights import ResidentWeights, Update, error_of, pack, take_together, text_of
 from engines.vllm import every_core, group_of_engine
 from storage.errors import LongshoreError
@@ -60,10 +61,10 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM may be abs
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The update, as plain values: they also come from the HTTP routes of vLLM's development mode."""
 
-    uri: str = ""  # empty: the URI that the model was loaded from
+    uri: str = ""  # empty: that of the weights that the model has
     revision: str = ""  # the only one that is accepted; empty: the one that is stored
     streaming: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # of the store: endpoint_url, region, ...
+    options: dict[str, Any] = field(default_factory=dict)  # of the store: endpoint_url, region, ...; default: as before
 
 
 class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
@@ -131,13 +132,14 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
                 f"an update has no options {', '.join(map(quote, sorted(unknown)))}",
                 hint=f"possible are {', '.join(sorted(_OPTIONS))}",
             )
-        options = {**resident.options, **info.options, "revision": info.revision or None, "cache": False}
+        source = resident.source
+        source = ModelSource(info.uri or source.model_uri, info.revision, {**source.options, **info.options})
+        options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}
         if group := group_of_engine():
             options |= {**group, "group": f"{group['group']} update {self._updates}"}
-        uri = info.uri or resident.uri
-        with every_core(os.environ), safe_open(uri, **options) as opened:
+        with every_core(os.environ), safe_open(source.model_uri, **options) as opened:
             resident.check_updatable(opened.index, _unknown_packing)
-            yield Update(resident, opened, uri, self.model.load_weights, pack, info.streaming)
+            yield Update(resident, opened, source, self.model.load_weights, pack, info.streaming)
 
 
 # Methods of vLLM's workers that write or discard weights without the model's `load_weights`, and with which arguments.
@@ -195,7 +197,8 @@ def update(
         uri: Folder of the new revision. Empty: the model's own, as it is stored now.
         revision: The only revision that is accepted. Empty: the one that is stored.
         streaming: Stage one module after the other, for less memory. A failure then leaves contents of two revisions.
-        **options: Of the store, as `safe_open` has them: `endpoint_url`, `region`, `profile`, `anonymous`.
+        **options: Of the store, as `safe_open` has them: `endpoint_url`, `region`, `profile`, `anonymous`. They hold
+            for later updates, too, until others are given.
 
     Raises:
         UpdateRefused: The revision differs in more than contents, or the engine repacks weights in a way that is not

@@ -105,7 +105,7 @@ def update_to(net: Net, opened: OpenModel, *, streaming: bool = False) -> Update
     return Update(
         ResidentWeights.of(net),
         opened,
-        "new",
+        ModelSource("new", "", {"region": "there"}),
         net.load_weights,
         lambda module: module.pack(),
         streaming,  # type: ignore[operator, union-attr]
@@ -285,7 +285,7 @@ def test_weights_that_others_loaded_are_read_again(net: Net, old: OpenModel, tmp
         else:
             Net.load_weights(net, old.lazy_tensors())
             ResidentWeights.reloaded(net, ModelSource("again", "", {"region": "here"}))
-            assert ResidentWeights.of(net).uri == "again"
+            assert ResidentWeights.of(net).source.model_uri == "again"
         net.down.pack()
         check(net, tensors(0))
         take(update_to(net, opened))
@@ -319,6 +319,7 @@ def test_an_update_is_complete_though_its_report_is_lost(
         monkeypatch.setattr(opened, "report", lost)
         take(update_to(net, opened))
         assert ResidentWeights.of(net).index is opened.index
+        assert ResidentWeights.of(net).source == ModelSource("new", "", {"region": "there"})
     check(net, tensors(1))
     assert "the host of the arena has ended" in caplog.text
 
