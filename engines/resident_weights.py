@@ -210,7 +210,7 @@ class ResidentWeights:
         model.__dict__[_ATTRIBUTE] = ResidentWeights(model, watch, source, index)
         if is_watched:
             return
-        load_weights: Callable[..., Any] = model.load_weights
+        load_weights: Any = model.load_weights
 
         @wraps(load_weights)
         def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -488,7 +488,7 @@ def together(group: Any, ranks: int, step: Callable[[], Vote | None], *, exchang
     ) from error
 
 
-_SENT = {kind.__name__: kind for kind in (DoesNotFit, ModelBroken, UpdateRefused)}
+_SENT: dict[str, type[LongshoreError]] = {kind.__name__: kind for kind in (DoesNotFit, ModelBroken, UpdateRefused)}
 
 
 def text_of(error: BaseException) -> str:
@@ -502,7 +502,7 @@ def error_of(text: str) -> LongshoreError:
     Ranks that did not fail themselves name the type of the rank that did. A text that names none is an UpdateFailed.
     """
     found = re.search(rf"\b({'|'.join(_SENT)}): ", text)
-    kind = UpdateFailed if found is None else _SENT[found[1]]
+    kind: type[LongshoreError] = UpdateFailed if found is None else _SENT[found[1]]
     return kind(f"the engine's update failed: {text}")
 
 

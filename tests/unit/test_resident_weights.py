@@ -292,7 +292,7 @@ def test_weights_that_others_loaded_are_read_again(net: Net, old: OpenModel, tmp
         check(net, tensors(1))
         again = update_to(net, opened)
         take(again)
-        assert again.changed == set()  # an update itself is not taken for such a load
+        assert again.changed == set[Any]()  # an update itself is not taken for such a load
 
 
 def test_too_little_room_in_a_streaming_exchange(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +432,7 @@ def test_contents_outside_parameters_are_refused(tmp_path: Path, keep: Any, is_k
     """A tensor that the engine drops, such as a tied head, may change. What it keeps elsewhere would stay old."""
     model = Net()
     other = {"other": torch.ones(ROWS, COLUMNS).half()}
-    kept = []
+    kept: list[Any] = []
 
     def load_weights(weights: Weights) -> None:
         for name, tensor in weights:
