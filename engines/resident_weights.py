@@ -17,17 +17,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actors.reader.lazy_tensor import LazyTensor, assignments_read
+from actors.reader.lazy_tensor import LazyTensor, StoredTensor, assignments_read
 from actors.reader.open_model import OpenModel
 from cluster.errors import DoesNotFit, ModelBroken, UpdateFailed, UpdateRefused
 from cluster.small_files import ModelSource
@@ -46,6 +47,28 @@ HEADROOM_BYTES = 256 << 20  # of host memory that must stay free
 LoadWeights = Callable[[Weights], Any]
 
 
+class _Noting:
+    """A stored tensor that adds its name to a set when bytes of it are read."""
+
+    def __init__(self, stored: StoredTensor, read: set[str]) -> None:
+        self._stored, self._read = stored, read
+        self.name, self.shape, self.dtype = stored.name, stored.shape, stored.dtype
+
+    def read(
+        self,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._read.add(self.name)
+        return self._stored.read(shape, offsets, sizes, target)
+
+    def read_all(self) -> torch.Tensor:
+        self._read.add(self.name)
+        return self._stored.read_all()
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes into which memory the tensors of a checkpoint are written, while a model is filled.
 
@@ -57,6 +80,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, set[str]] = {}  # address of a storage -> names
+        self.read: set[str] = set()  # names of tensors of which the loader has read bytes, whatever it did with them
         self._kept = frozenset(kept)
         self._last: str | None = None  # the tensor that the loader works on; None before the first, "" after the last
 
@@ -65,7 +89,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             for name, tensor in weights:
                 self._last = name
-                yield name, tensor
+                yield name, LazyTensor(_Noting(tensor.stored, self.read)) if isinstance(tensor, LazyTensor) else tensor
         finally:
             self._last = ""
 
@@ -119,20 +143,19 @@ class Template:
     kind: type
     attributes: Mapping[str, Any]
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of its elements."""
-        size = self.dtype.itemsize
-        for count in self.shape:
-            size *= count
-        return size
+        """Return the bytes from its first element to its last."""
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.dtype.itemsize * (1 + sum((count - 1) * step for count, step in steps))
 
     def make(self) -> torch.nn.Parameter:
         """Return a parameter like it, with memory of its own."""
-        data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         made: torch.nn.Parameter = torch.Tensor._make_subclass(self.kind, data, False)
         made.__dict__.update(self.attributes)
         return made
@@ -167,28 +190,46 @@ class ResidentWeights:
 
     def __init__(self, model: torch.nn.Module, watch: Watch, source: ModelSource, index: ModelIndex) -> None:
         """Describe the model after `load_weights`, and before the engine repacks anything."""
-        self.uri = source.model_uri
-        self.options = dict(source.options)  # of the store, for `safe_open`
+        self.source = source  # of the contents that the model has
         self.index = index  # of the revision that the model has
-        self.broken = ""  # why the model may have contents of two revisions
+        self.broken = ""  # why it is not known which revision the model has: an update then reads everything
+        self.staging = False  # whether the engine's loader fills staged parameters
         self._model = model
         self._packing: set[int] = set()  # modules that the engine packs, by id
         self.slots = _slots(model, watch)
         self.unknown = [slot.name for slot in self.slots if not slot.sources or "" in slot.sources]
+        # What was read and is in no parameter may be anywhere: in an attribute of a module, or in a number.
+        self.elsewhere = watch.read.difference(*(slot.sources for slot in self.slots))
         # The contents of a checkpoint in a buffer would stay old.
         self.unknown += [name for name, buffer in model.named_buffers() if _storage(buffer) in watch.written]
 
     @staticmethod
     def attach(model: torch.nn.Module, watch: Watch, source: ModelSource, index: ModelIndex) -> None:
-        """Keep the description with the model."""
+        """Keep the description with the model. Who calls the model's `load_weights` later is noticed."""
+        is_watched = _ATTRIBUTE in model.__dict__
         model.__dict__[_ATTRIBUTE] = ResidentWeights(model, watch, source, index)
+        if is_watched:
+            return
+        load_weights: Any = model.load_weights
+
+        @wraps(load_weights)
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            if not ResidentWeights.of(model).staging:
+                ResidentWeights.reloaded(model)
+            return load_weights(*args, **kwargs)
+
+        model.__dict__["load_weights"] = noticed
 
     @staticmethod
-    def reloaded(model: torch.nn.Module) -> None:
-        """Note that somebody else has filled the model again: an update then reads everything."""
+    def reloaded(model: torch.nn.Module, source: ModelSource | None = None) -> None:
+        """Note that somebody else writes or discards the model's weights: an update then reads everything.
+
+        `source`: where the new ones are, if it is known.
+        """
         found = model.__dict__.get(_ATTRIBUTE)
         if isinstance(found, ResidentWeights):
             found.broken = "its weights were loaded again"
+            found.source = source or found.source
 
     @staticmethod
     def of(model: torch.nn.Module) -> ResidentWeights:
@@ -210,6 +251,8 @@ class ResidentWeights:
         problems = Problems()
         if self.unknown:
             problems.add(f"parameters were filled in ways that are not known: {Problems(map(quote, self.unknown))}")
+        if rearranged := [slot.name for slot in self.slots if _is_rearranged(slot)]:
+            problems.add(f"the engine has changed the strides of {Problems(map(quote, rearranged))}")
         modules = {type(module).__name__ for module in self._model.modules() if unknown_packing(module)}
         if modules:
             problems.add(f"the engine repacks the weights of {', '.join(sorted(modules))} in a way that is not known")
@@ -218,10 +261,18 @@ class ResidentWeights:
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
                 problems.add(f"{quote(name)} differs in more than contents")
+        if self.elsewhere and (stale := self.elsewhere & self.changed(new)):
+            problems.add(f"the engine keeps contents of {Problems(map(quote, sorted(stale)))} outside its parameters")
         if problems:
             raise UpdateRefused(
-                f"this revision cannot be taken in place: {problems}", hint="start the engine anew", uri=self.uri
+                f"this revision cannot be taken in place: {problems}",
+                hint="start the engine anew",
+                uri=self.source.model_uri,
             )
+
+    def changed(self, new: ModelIndex) -> set[str]:
+        """Return the names of tensors that an update to this revision has to read."""
+        return {tensor.name for tensor in new.tensors} if self.broken else changed_tensors(self.index, new)
 
     def affected(self, changed: Collection[str]) -> list[list[Slot]]:
         """Return the slots that an update replaces, in groups that can be exchanged one after the other.
@@ -258,7 +309,7 @@ class ResidentWeights:
         staged = Staged(list(slots), [slot.template.make() for slot in slots], names)
         live = map(_storage, itertools.chain(self._model.parameters(), self._model.buffers()))
         watch = Watch([address for address in live if address])
-        with _standing_in(staged), assignments_read(), watch:
+        with self._is_staging(), _standing_in(staged), assignments_read(), watch:
             load_weights(watch.named((name, tensor) for name, tensor in lazy if name in names))
             for slot, parameter in zip(staged.slots, staged.parameters, strict=True):
                 owner, name = slot.owners[0]
@@ -268,9 +319,17 @@ class ResidentWeights:
                     raise UpdateRefused(
                         f"the engine filled {quote(slot.name)} in another way than when it was loaded",
                         hint="start the engine anew",
-                        uri=self.uri,
+                        uri=self.source.model_uri,
                     )
         return staged
+
+    @contextlib.contextmanager
+    def _is_staging(self) -> Iterator[None]:
+        self.staging = True
+        try:
+            yield
+        finally:
+            self.staging = False
 
     @torch.no_grad()
     def exchange(self, staged: Staged, repack: Callable[[torch.nn.Module], object]) -> None:
@@ -299,7 +358,7 @@ class Update:
 
     resident: ResidentWeights
     opened: OpenModel  # the new revision
-    uri: str
+    source: ModelSource  # of it
     load_weights: LoadWeights
     repack: Callable[[torch.nn.Module], object]
     streaming: bool
@@ -312,12 +371,13 @@ class Update:
     def plan(self, place: str) -> Vote:
         """Find out what changed, and say what this rank is about to do. `place` names its machine."""
         new = self.opened.index
-        everything = {tensor.name for tensor in new.tensors}
-        self.changed = everything if self.resident.broken else changed_tensors(self.resident.index, new)
+        self.changed = self.resident.changed(new)
         groups = self.resident.affected(self.changed)
         self._batches = groups if self.streaming else [[slot for group in groups for slot in group]]
         need = max((_bytes_on(batch, "cpu") for batch in self._batches), default=0)
-        return Vote(f"{self.uri} at revision {new.revision}{', streaming' if self.streaming else ''}", place, need)
+        return Vote(
+            f"{self.source.model_uri} at revision {new.revision}{', streaming' if self.streaming else ''}", place, need
+        )
 
     def check_room(self) -> None:
         """Raise DoesNotFit unless there is room for what all ranks of this machine stage. None of them has begun."""
@@ -352,7 +412,7 @@ class Update:
     def finish(self) -> None:
         """Note that the model has the new revision."""
         self.resident.broken = ""
-        self.resident.index, self.resident.uri = self.opened.index, self.uri
+        self.resident.index, self.resident.source = self.opened.index, self.source
 
     def _stage(self, slots: Sequence[Slot]) -> Staged:
         staged = self.resident.stage(slots, self.opened.lazy_tensors(), self.load_weights)
@@ -394,7 +454,7 @@ def together(group: Any, ranks: int, step: Callable[[], Vote | None], *, exchang
     try:
         vote = step() or vote
     except Exception as failure:
-        error, vote = failure, Vote(error=f"{type(failure).__name__}: {failure}")
+        error, vote = failure, Vote(error=text_of(failure))
     votes = [vote] * ranks
     if ranks > 1:
         try:
@@ -426,6 +486,24 @@ def together(group: Any, ranks: int, step: Callable[[], Vote | None], *, exchang
         hint="update again, which reads everything, or start the engine anew",
         updated_ranks=updated,
     ) from error
+
+
+_SENT: dict[str, type[LongshoreError]] = {kind.__name__: kind for kind in (DoesNotFit, ModelBroken, UpdateRefused)}
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error as the text from which `error_of` makes one of the same type."""
+    return f"{type(error).__name__}: {error}"
+
+
+def error_of(text: str) -> LongshoreError:
+    """Return the error of an update, of which an engine passes on only a text that has its type's name in it.
+
+    Ranks that did not fail themselves name the type of the rank that did. A text that names none is an UpdateFailed.
+    """
+    found = re.search(rf"\b({'|'.join(_SENT)}): ", text)
+    kind: type[LongshoreError] = UpdateFailed if found is None else _SENT[found[1]]
+    return kind(f"the engine's update failed: {text}")
 
 
 def take_together(
@@ -538,6 +616,7 @@ def _slots(model: torch.nn.Module, watch: Watch) -> list[Slot]:
                     type(parameter),
                     dict(parameter.__dict__),
                     tuple(parameter.shape),
+                    parameter.stride(),
                     parameter.dtype,
                     parameter.device,
                 )
@@ -553,8 +632,19 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _is_like(parameter: torch.Tensor, template: Template) -> bool:
-    like = (parameter.shape, parameter.dtype, parameter.device) == (template.shape, template.dtype, template.device)
-    return like and parameter.is_contiguous()
+    """Return whether new contents can be copied into it: the engine has not packed it away."""
+    return (parameter.shape, parameter.dtype, parameter.device) == (template.shape, template.dtype, template.device)
+
+
+def _is_rearranged(slot: Slot) -> bool:
+    """Return whether the engine has changed the order in memory of a parameter's elements since it was filled."""
+    owner, name = slot.owners[0]
+    live = owner._parameters.get(name)
+    if live is None or not _is_like(live, slot.template):
+        return False
+    # Strides of dimensions with one element mean nothing.
+    steps = zip(live.shape, live.stride(), slot.template.stride, strict=True)
+    return any(now != before for count, now, before in steps if count > 1)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from cluster.errors import ConfigError, UpdateRefused
 from cluster.small_files import ModelSource
 from engines import warn_of_version
 from engines.filling import Weights, fill, log_report, reader_group, source_of
-from engines.resident_weights import ResidentWeights, Update, Watch, pack, take_together
+from engines.resident_weights import ResidentWeights, Update, Watch, pack, take_together, text_of
 
 TESTED = ("0.5.23", "0.5.23")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("sglang.longshore")
@@ -45,6 +45,7 @@ REPEATABLE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 # Methods of a module, or marks, by which SGLang keeps other tensors that it made from the weights.
 _DERIVES = ("post_load_weights", "process_weights_after_loading", "w_kc")
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _OWN_PRIVATE = "sglang.private.private_model_loader"  # a company's own loader, which has the format already
 
 
@@ -159,7 +160,7 @@ def _update(original: Callable[..., Any], updater: Any, path: str, load_format: 
             take_together(lambda: _begin(updater, path, number), world.cpu_group, world.world_size, _LOG)
     except Exception as error:
         _LOG.error("The update failed: %s", error)
-        return False, f"{type(error).__name__}: {error}"
+        return False, text_of(error)
     updater.model_config.model_path = path
     updater.update_model_fields(
         updater.get_model(), model_path=path, load_format=load_format, load_config=LoadConfig(load_format=load_format)
@@ -179,7 +180,7 @@ def _begin(updater: Any, path: str, number: int) -> Iterator[Update]:
         problem = "draft models of SGLang take updates after the model"
     if problem:
         raise UpdateRefused(problem, hint="start the engine anew", uri=path)
-    source = ModelSource(path, "", resident.options) if "://" in path else source_of(path, {})
+    source = ModelSource(path, "", resident.source.options) if "://" in path else source_of(path, {})
     device = torch.device(updater.device)
 
     def load(weights: Weights) -> None:
@@ -187,12 +188,18 @@ def _begin(updater: Any, path: str, number: int) -> Iterator[Update]:
 
     with _open(source, f"update {number}") as opened:
         resident.check_updatable(opened.index, _unknown_packing)
-        yield Update(resident, opened, source.model_uri, load, pack, streaming=False)
+        yield Update(resident, opened, source, load, pack, streaming=False)
 
 
 def _filled_by_others(updater: Any, *args: Any, **more: Any) -> None:
     """Note that SGLang writes other weights into the model. The next update reads everything."""
     ResidentWeights.reloaded(updater.get_model())
+
+
+def _released(manager: Any, request: Any) -> None:
+    """Note that SGLang releases the memory of the weights, and may discard them. The next update reads everything."""
+    if not request.tags or "weights" in request.tags:
+        ResidentWeights.reloaded(manager.tp_worker.model_runner.model)
 
 
 def _unknown_packing(module: torch.nn.Module) -> bool:
@@ -222,3 +229,4 @@ def register() -> None:
     HookRegistry.register(f"{_UPDATER}.update_weights_from_disk", _update, HookType.AROUND)
     for name in ("update_weights_from_tensor", "load_weights_from_distributed", "update_weights_from_ipc"):
         HookRegistry.register(f"{_UPDATER}.{name}", _filled_by_others, HookType.BEFORE)
+    HookRegistry.register(f"{_MANAGER}.release_memory_occupation", _released, HookType.BEFORE)

@@ -87,6 +87,7 @@ class LongshoreModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM may b
         if getattr(model, "allow_patterns_overrides", None):
             raise ConfigError(f"{type(model).__name__} has its weights in several folders, which Longshore cannot read")
         source = source_of(model_config.model, self._extra)
+        ResidentWeights.reloaded(model, source)  # `load_weights` describes the model anew when it has filled it
         with every_core(os.environ):
             opened = self._open(source) if self._opening is None else self._opening.result()
             self._opening = None

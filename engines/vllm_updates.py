@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.reader.open_model import safe_open
-from cluster.errors import ModelBroken, UpdateFailed, UpdateRefused
-from engines.resident_weights import ResidentWeights, Update, pack, take_together
+from cluster.errors import ModelBroken, UpdateRefused
+from cluster.small_files import ModelSource
+from engines.resident_weights import ResidentWeights, Update, error_of, pack, take_together, text_of
 from engines.vllm import every_core, group_of_engine
 from storage.errors import LongshoreError
 from storage.problems import quote
@@ -59,10 +61,10 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM may be abs
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The update, as plain values: they also come from the HTTP routes of vLLM's development mode."""
 
-    uri: str = ""  # empty: the URI that the model was loaded from
+    uri: str = ""  # empty: that of the weights that the model has
     revision: str = ""  # the only one that is accepted; empty: the one that is stored
     streaming: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # of the store: endpoint_url, region, ...
+    options: dict[str, Any] = field(default_factory=dict)  # of the store: endpoint_url, region, ...; default: as before
 
 
 class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
@@ -71,6 +73,12 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        from vllm.v1.worker.gpu_worker import Worker  # not at the top: it imports all of vLLM
+
+        notice_writes(Worker)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do nothing: there is no connection to a trainer."""
@@ -91,7 +99,8 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take the new revision, on every worker or on none. Only the last worker raises; others log their error.
 
-        Raises:
+        It raises a RuntimeError, whose cause and text are those of one of these:
+
             UpdateRefused: It differs in more than contents, or the engine repacks weights in a way that is not known.
             DoesNotFit: There is no room to stage what changed.
             UpdateFailed: Another worker failed before the exchange. Every worker has the revision that it had.
@@ -109,7 +118,8 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             take_together(lambda: self._begin(info()), world.cpu_group, world.world_size, _LOG)
         except Exception as error:
             if world.rank_in_group == world.world_size - 1:
-                raise
+                # vLLM passes on the text of an error, without its type.
+                raise RuntimeError(text_of(error)) from error
             _LOG.error("The update failed: %s", error)
 
     @contextlib.contextmanager
@@ -122,13 +132,41 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
                 f"an update has no options {', '.join(map(quote, sorted(unknown)))}",
                 hint=f"possible are {', '.join(sorted(_OPTIONS))}",
             )
-        options = {**resident.options, **info.options, "revision": info.revision or None, "cache": False}
+        source = resident.source
+        source = ModelSource(info.uri or source.model_uri, info.revision, {**source.options, **info.options})
+        options: dict[str, Any] = {**source.options, "revision": source.revision or None, "cache": False}
         if group := group_of_engine():
             options |= {**group, "group": f"{group['group']} update {self._updates}"}
-        uri = info.uri or resident.uri
-        with every_core(os.environ), safe_open(uri, **options) as opened:
+        with every_core(os.environ), safe_open(source.model_uri, **options) as opened:
             resident.check_updatable(opened.index, _unknown_packing)
-            yield Update(resident, opened, uri, self.model.load_weights, pack, info.streaming)
+            yield Update(resident, opened, source, self.model.load_weights, pack, info.streaming)
+
+
+# Methods of vLLM's workers that write or discard weights without the model's `load_weights`, and with which arguments.
+_WRITES: dict[str, Callable[..., bool]] = {
+    "discard": lambda tags: "weights" in tags,
+    "reload_weights": lambda *_, **__: True,  # also those that an engine has packed
+    "reset_weights": lambda: True,
+    "sleep": lambda level=1: level != 1,  # at level 1 they wait in host memory
+}
+
+
+@cache
+def notice_writes(kind: type) -> None:
+    """Let every worker of this class note that it writes or discards weights. Done once in a process."""
+
+    def noticing(original: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
+        @wraps(original)
+        def method(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            if writes(*args, **kwargs):
+                ResidentWeights.reloaded(worker.model_runner.get_model())
+            return original(worker, *args, **kwargs)
+
+        return method
+
+    for name, writes in _WRITES.items():
+        if hasattr(kind, name):  # a later version may have more of them
+            setattr(kind, name, noticing(getattr(kind, name), writes))
 
 
 def _unknown_packing(module: torch.nn.Module) -> bool:
@@ -159,13 +197,16 @@ def update(
         uri: Folder of the new revision. Empty: the model's own, as it is stored now.
         revision: The only revision that is accepted. Empty: the one that is stored.
         streaming: Stage one module after the other, for less memory. A failure then leaves contents of two revisions.
-        **options: Of the store, as `safe_open` has them: `endpoint_url`, `region`, `profile`, `anonymous`.
+        **options: Of the store, as `safe_open` has them: `endpoint_url`, `region`, `profile`, `anonymous`. They hold
+            for later updates, too, until others are given.
 
     Raises:
-        UpdateRefused: The engine is asynchronous. It has methods of its own for each step.
-        UpdateFailed: The engine did not take the revision. The message is that of the worker that failed, and says
-            whether the old weights are still there.
-        ModelBroken: A process of the engine died, which ends the engine.
+        UpdateRefused: The revision differs in more than contents, or the engine repacks weights in a way that is not
+            known. Or the engine is asynchronous: it has methods of its own for each step. Nothing was touched.
+        DoesNotFit: There is no room to stage what changed. Nothing was touched.
+        UpdateFailed: A worker failed before the exchange. Every worker has the weights that it had.
+        ModelBroken: A worker failed in the exchange, and the message says which ones have the new weights. Or all have
+            them, and a cache has contents of the old ones. Or a process of the engine died, which ends the engine.
 
     Example:
         ```python
@@ -195,17 +236,26 @@ def update(
                 "Its log says which workers had the new revision",
                 hint="start the engine anew",
             ) from error
-        if isinstance(error, LongshoreError):
-            raise
-        # Workers in other processes send texts.
-        raise UpdateFailed(f"the engine did not take the new weights: {error}") from error
-    if llm.reset_prefix_cache() is False:
-        raise UpdateFailed(
-            "every worker has the new weights, but the prefix cache could not be emptied, as requests are running",
-            hint="call reset_prefix_cache when they have ended",
-        )
-    if hasattr(llm.llm_engine, "reset_encoder_cache"):
-        llm.llm_engine.reset_encoder_cache()
+        if isinstance(own := error.__cause__, LongshoreError):  # the worker is in this process
+            raise own from own.__cause__
+        raise error_of(str(error)) from error
+    _empty_caches(llm)
+
+
+def _empty_caches(llm: Any) -> None:
+    """Empty the caches that were made with the old weights. Raises ModelBroken where that cannot be done."""
+    cause = None
+    try:
+        problem = "requests are running" if llm.reset_prefix_cache() is False else ""
+        if hasattr(llm.llm_engine, "reset_encoder_cache"):
+            llm.llm_engine.reset_encoder_cache()
+    except Exception as error:
+        problem, cause = text_of(error), error
+    if problem:
+        raise ModelBroken(
+            f"every worker has the new weights, but a cache of the old ones could not be emptied: {problem}",
+            hint="call reset_prefix_cache when no request runs, or update again, which does so",
+        ) from cause
 
 
 LOOK_S = 0.5  # between two looks whether the engine's process lives

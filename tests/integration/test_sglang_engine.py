@@ -272,8 +272,11 @@ def test_updates_over_http(
 
 def test_only_methods_that_pack_nothing_take_updates(python: Path) -> None:
     code = """
-    import contextlib, importlib, pkgutil
-    from engines.sglang import REPEATABLE, _unknown_packing
+    import contextlib, importlib, inspect, pkgutil
+    from types import SimpleNamespace
+
+    from engines.resident_weights import ResidentWeights
+    from engines.sglang import _MANAGER, REPEATABLE, _released, _unknown_packing
     from sglang.srt.layers import quantization
     from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 
@@ -290,6 +293,15 @@ def test_only_methods_that_pack_nothing_take_updates(python: Path) -> None:
     assert len(packing) > 40, packing
     for mark in ("use_intel_amx_backend", "post_load_weights", "w_kc"):
         assert _unknown_packing(type("Module", (), {mark: True})()), mark
+
+    # Memory of the weights that SGLang releases: their contents are not known afterwards.
+    assert list(inspect.signature(pkgutil.resolve_name(_MANAGER).release_memory_occupation).parameters)[1:]
+    manager = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model="model")))
+    for tags, discards in ((None, True), ([], True), (["kv_cache"], False), (["kv_cache", "weights"], True)):
+        noticed = []
+        ResidentWeights.reloaded = noticed.append
+        _released(manager, SimpleNamespace(tags=tags))
+        assert noticed == ["model"] * discards, tags
     """
     done = subprocess.run(
         [python, "-c", textwrap.dedent(code)], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False

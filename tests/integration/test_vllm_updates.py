@@ -167,6 +167,7 @@ def test_a_damaged_revision_leaves_the_old_weights(
 def test_other_shapes_are_refused(session: Session, models: dict[str, StoredModel], folders: dict[str, Path]) -> None:
     assert session("update", models["a"].uri, {}) == ""
     said = session("update", models["wide"].uri, {})
+    assert said.startswith("UpdateRefused"), said
     assert "differs in more than contents" in said, said
     assert session.tokens() == tokens_of(folders["a"], PROMPT)
 
@@ -178,6 +179,28 @@ def test_every_weight_is_replaced(
     for name in ("b", "a"):
         assert session("update", models[name].uri, {"streaming": streaming}) == ""
         assert session.tokens() == tokens_of(folders[name], PROMPT)
+
+
+def test_weights_that_others_loaded_are_read_again(
+    session: Session, models: dict[str, StoredModel], folders: dict[str, Path]
+) -> None:
+    assert session("update", models["b"].uri, {}) == ""
+    session("reload")
+    assert session.tokens() == tokens_of(folders["a"], PROMPT)
+    assert session("update", models["b"].uri, {}) == ""
+    assert session.tokens() == tokens_of(folders["b"], PROMPT)
+
+
+def test_a_worker_that_fails_in_the_exchange_breaks_the_model(
+    session: Session, models: dict[str, StoredModel], folders: dict[str, Path]
+) -> None:
+    assert session("update", models["a"].uri, {}) == ""
+    session("fail")
+    said = session("update", models["b"].uri, {})
+    assert said.startswith("ModelBroken"), said
+    assert "no kernel. Ranks with all of the new revision: [0]" in said, said
+    assert session("update", models["b"].uri, {}) == ""
+    assert session.tokens() == tokens_of(folders["b"], PROMPT)
 
 
 def check_killed(session: Session, model: StoredModel, kind: str, method: str, state: str) -> None:
@@ -277,6 +300,77 @@ def test_the_example_takes_two_revisions(
     ]
 
 
+def run_code(code: str) -> None:
+    """Run a program in vLLM's environment."""
+    done = subprocess.run(
+        [python_of("vllm"), "-c", textwrap.dedent(code)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_discarded_weights_are_noticed() -> None:
+    """A worker whose weights are discarded or written in one of vLLM's own ways has none that are known."""
+    code = """
+    import inspect
+    from types import SimpleNamespace
+
+    from engines.resident_weights import ResidentWeights
+    from engines.vllm_updates import notice_writes
+    from vllm.v1.worker.gpu_worker import Worker
+
+    noticed = []
+    ResidentWeights.reloaded = noticed.append
+    calls = {
+        "sleep": [((), {}, False), ((2,), {}, True), ((), {"level": 1}, False), ((), {"level": 2}, True)],
+        "discard": [((("kv_cache",),), {}, False), ((("weights", "kv_cache"),), {}, True)],
+        "reload_weights": [((), {}, True), ((), {"is_checkpoint_format": False}, True)],
+        "reset_weights": [((), {}, True)],
+    }
+    for name, each in calls.items():
+        for args, kwargs, _ in each:
+            inspect.signature(getattr(Worker, name)).bind(None, *args, **kwargs)  # as vLLM has it
+        setattr(Worker, name, lambda worker, *_, **__: len(noticed))
+    notice_writes(Worker)
+    notice_writes(Worker)
+    worker = Worker.__new__(Worker)
+    worker.model_runner = SimpleNamespace(get_model=lambda: "model")
+    for name, each in calls.items():
+        for args, kwargs, writes in each:
+            noticed.clear()
+            assert getattr(worker, name)(*args, **kwargs) == writes == len(noticed), (name, args, kwargs)
+    """
+    run_code(code)
+
+
+def test_a_cache_that_is_not_emptied_breaks_the_model() -> None:
+    """All workers have the new weights, so it must not read as if they had the old ones."""
+    code = """
+    from types import SimpleNamespace
+
+    from cluster.errors import ModelBroken
+    from engines.vllm_updates import update
+
+    def raises():
+        raise RuntimeError("the engine ended")
+
+    for reset, text in ((lambda: False, "requests are running"), (raises, "RuntimeError: the engine ended")):
+        engine = SimpleNamespace(engine_core=SimpleNamespace())
+        llm = SimpleNamespace(llm_engine=engine, collective_rpc=lambda *_, **__: None, reset_prefix_cache=reset)
+        try:
+            update(llm)
+        except ModelBroken as error:
+            assert "every worker has the new weights" in str(error) and text in str(error), error
+        else:
+            raise SystemExit("no error")
+    """
+    run_code(code)
+
+
 def test_layers_that_take_updates() -> None:
     """Methods and attention layers are taken by name. Their hooks are those that are known to pack nothing."""
     code = """
@@ -319,12 +413,4 @@ def test_layers_that_take_updates() -> None:
     assert _unknown_packing(layer(MLAAttention))
     assert _unknown_packing(layer(Attention, impl=SimpleNamespace(sinks=torch.ones(2))))
     """
-    done = subprocess.run(
-        [python_of("vllm"), "-c", textwrap.dedent(code)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_code(code)

@@ -5,7 +5,9 @@ begins with "answer: ":
 
     ["tokens", prompt]          the tokens that the model writes, and how many of the prompt's the cache had
     ["update", URI, options]    "" or the text of the error
+    ["reload"]                  each worker loads what its folder names
     ["pointers"]                for each worker, addresses of parameters that are never packed
+    ["fail"]                    the last worker raises an error in the exchange of the next update
     ["die", class, method]      the last worker is to die when the next update calls this of `resident_weights`
 """
 
@@ -30,6 +32,19 @@ def die(worker: Any, kind: str, method: str) -> None:
         setattr(getattr(resident_weights, kind), method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def fail(worker: Any) -> None:
+    from engines.resident_weights import Update
+
+    original = Update.exchange
+
+    def exchange(update: Update) -> None:
+        Update.exchange = original  # type: ignore[method-assign]
+        raise RuntimeError("no kernel")
+
+    if worker.rank:
+        Update.exchange = exchange  # type: ignore[method-assign]
+
+
 def main() -> None:
     from vllm import LLM, SamplingParams
 
@@ -44,6 +59,10 @@ def main() -> None:
             return list(found.outputs[0].token_ids), found.num_cached_tokens
         if kind == "pointers":
             return llm.collective_rpc(pointers)
+        if kind == "reload":
+            return llm.collective_rpc("reload_weights")
+        if kind == "fail":
+            return llm.collective_rpc(fail)
         if kind == "die":
             return llm.collective_rpc(die, args=told)
         try:

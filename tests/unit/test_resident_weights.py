@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 import cluster
 from actors.reader.open_model import OpenModel
-from cluster.errors import ClusterLost, DoesNotFit, ModelBroken, UpdateRefused
+from cluster.errors import ClusterLost, DoesNotFit, ModelBroken, UpdateFailed, UpdateRefused
 from cluster.small_files import ModelSource
 from engines import resident_weights
 from engines.filling import Weights, fill
-from engines.resident_weights import ResidentWeights, Update, Watch, changed_tensors, together
+from engines.resident_weights import ResidentWeights, Update, Watch, changed_tensors, error_of, text_of, together
 from tests.support.free_ports import free_ports
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,7 @@ def update_to(net: Net, opened: OpenModel, *, streaming: bool = False) -> Update
     return Update(
         ResidentWeights.of(net),
         opened,
-        "new",
+        ModelSource("new", "", {"region": "there"}),
         net.load_weights,
         lambda module: module.pack(),
         streaming,  # type: ignore[operator, union-attr]
@@ -274,6 +274,27 @@ def test_what_other_ranks_have_taken_is_not_needed_again(
     check(net, tensors(1))
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_weights_that_others_loaded_are_read_again(net: Net, old: OpenModel, tmp_path: Path, noticed: bool) -> None:
+    """The engine loads its first weights again, by the model's loader or by one that says so."""
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        take(update_to(net, opened))
+        net.down.weight = torch.nn.Parameter(torch.empty(ROWS, COLUMNS, dtype=torch.float16), requires_grad=False)
+        if noticed:
+            net.load_weights(old.lazy_tensors())
+        else:
+            Net.load_weights(net, old.lazy_tensors())
+            ResidentWeights.reloaded(net, ModelSource("again", "", {"region": "here"}))
+            assert ResidentWeights.of(net).source.model_uri == "again"
+        net.down.pack()
+        check(net, tensors(0))
+        take(update_to(net, opened))
+        check(net, tensors(1))
+        again = update_to(net, opened)
+        take(again)
+        assert again.changed == set[Any]()  # an update itself is not taken for such a load
+
+
 def test_too_little_room_in_a_streaming_exchange(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with publish(tmp_path / "new", tensors(1)) as opened:
         update = update_to(net, opened, streaming=True)
@@ -298,6 +319,7 @@ def test_an_update_is_complete_though_its_report_is_lost(
         monkeypatch.setattr(opened, "report", lost)
         take(update_to(net, opened))
         assert ResidentWeights.of(net).index is opened.index
+        assert ResidentWeights.of(net).source == ModelSource("new", "", {"region": "there"})
     check(net, tensors(1))
     assert "the host of the arena has ended" in caplog.text
 
@@ -356,6 +378,85 @@ def test_contents_in_a_buffer_are_refused(old: OpenModel) -> None:
     fill_watched(model, old, load_weights)
     with pytest.raises(UpdateRefused, match="ways that are not known: 'up'"):
         ResidentWeights.of(model).check_updatable(old.index, lambda module: False)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [
+        (UpdateRefused("other shapes"), UpdateRefused),
+        (DoesNotFit("no room", needed_bytes=1), DoesNotFit),
+        (ModelBroken("rank 1 failed in the exchange: DoesNotFit: no room"), ModelBroken),
+        (UpdateFailed("rank 0 of 2 failed, so nothing was touched: UpdateRefused: other shapes"), UpdateRefused),
+        (UpdateFailed("rank 0 of 2 failed, so nothing was touched: KeyError: 'x'"), UpdateFailed),
+        (KeyError("x"), UpdateFailed),
+    ],
+)
+def test_an_error_sent_as_a_text_keeps_its_type(sent: Exception, kind: type) -> None:
+    found = error_of(f"Call to collective_rpc method failed: Worker failed with error '{text_of(sent)}', please check")
+    assert type(found) is kind
+    assert str(sent) in str(found)
+
+
+def test_strides_of_a_parameter_stay(old: OpenModel, tmp_path: Path) -> None:
+    """A parameter that is not contiguous is filled in place. One that the engine has rearranged is refused."""
+    model = Net()
+    model.down.weight = torch.nn.Parameter(torch.empty(COLUMNS, ROWS, dtype=torch.float16).t(), requires_grad=False)
+    fill_watched(model, old, model.load_weights)
+    kept = model.down.weight
+    with publish(tmp_path / "new", tensors(1)) as opened:
+        take(update_to(model, opened))
+        assert model.down.weight is kept
+        assert torch.equal(kept, tensors(1)["down"])
+        assert kept.stride() == (1, ROWS)
+        model.down.weight = torch.nn.Parameter(kept.contiguous(), requires_grad=False)
+        with pytest.raises(UpdateRefused, match=r"changed the strides of 'down\.weight'"):
+            ResidentWeights.of(model).check_updatable(opened.index, lambda module: False)
+
+
+def copied(model: Net, tensor: torch.Tensor) -> Any:
+    return torch.empty(ROWS, COLUMNS, dtype=torch.float16).copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("keep", "is_kept"),
+    [
+        pytest.param(copied, True, id="an attribute"),
+        pytest.param(lambda model, tensor: tensor.float() * 2, True, id="a tensor made from it"),
+        pytest.param(lambda model, tensor: tensor[0, 0].item(), True, id="a number"),
+        pytest.param(lambda model, tensor: tensor.numpy().max(), True, id="an array"),
+        pytest.param(lambda model, tensor: tensor.narrow(0, 0, 1).shape, False, id="only its shape"),
+        pytest.param(lambda model, tensor: None, False, id="nothing"),
+    ],
+)
+def test_contents_outside_parameters_are_refused(tmp_path: Path, keep: Any, is_kept: bool) -> None:
+    """A tensor that the engine drops, such as a tied head, may change. What it keeps elsewhere would stay old."""
+    model = Net()
+    other = {"other": torch.ones(ROWS, COLUMNS).half()}
+    kept: list[Any] = []
+
+    def load_weights(weights: Weights) -> None:
+        for name, tensor in weights:
+            if name == "other":
+                kept.append(keep(model, tensor))
+            else:
+                model.load_weights([(name, tensor)])
+
+    with publish(tmp_path / "old", {**tensors(0), **other}) as opened:
+        fill_watched(model, opened, load_weights, (*NAMES, "other"))
+    model.down.pack()
+    resident = ResidentWeights.of(model)
+    with publish(tmp_path / "same", {**tensors(1), **other}) as opened:
+        resident.check_updatable(opened.index, lambda module: False)
+        update = update_to(model, opened)
+        update.load_weights = load_weights
+        take(update)
+    check(model, tensors(1))
+    with publish(tmp_path / "new", {**tensors(1), "other": torch.zeros(ROWS, COLUMNS).half()}) as opened:
+        if is_kept:
+            with pytest.raises(UpdateRefused, match="keeps contents of 'other' outside its parameters"):
+                resident.check_updatable(opened.index, lambda module: False)
+        else:
+            resident.check_updatable(opened.index, lambda module: False)
 
 
 def test_unpublished_revisions_count_as_changed(old: OpenModel, tmp_path: Path) -> None:
