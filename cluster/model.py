@@ -365,6 +365,15 @@ class LoadedModel:
         found: str = self._connection.call("revision_of", self.model_id)
         return found
 
+    def current_report(self) -> LoadReport:
+        """Return the report of the load, with the place and the revision that the model has now, whoever updated it.
+
+        Raises ModelNotFound, ClusterLost.
+        """
+        found: LoadReport | None
+        _, _, found, _ = self._connection.call("wait", self.model_id, -1, 0.0)
+        return found or self.report
+
     def update(
         self,
         uri: str | os.PathLike[str] | None = None,
@@ -414,7 +423,7 @@ class LoadedModel:
         limit_s = checked_timeout(timeout_s)
         deadline_s = None if limit_s is None else time.monotonic() + limit_s
         report = update_on(self._connection, self.model_id, options, Patience(deadline_s, GIVEN_UP.get()))
-        self.report = replace(self.report, uri=report.uri, revision=report.revision)
+        self.report = replace(self.report, uri=report.uri, revision=report.revision, signed_by=report.signed_by)
         return report
 
     async def aupdate(self, uri: str | os.PathLike[str] | None = None, **options: Any) -> UpdateReport:

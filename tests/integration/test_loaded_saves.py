@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +16,14 @@ from safetensors.torch import load_file, save_file
 import cluster
 from actors.saving.save import SaveReport
 from cluster import client
+from cluster.layouts.mesh import Layout
+from cluster.precision.recipes import Precision
+from tests.support.changed_models import changed_copy
 from tests.support.gloo_ranks import run_ranks
 from tests.support.planned_models import llama_shapes
 from tests.support.ray_clusters import Longshore, scrape
 from tests.support.reference_quantized import quantized
+from tests.support.shards import shards_of
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +63,53 @@ def test_any_layout_saves_the_bytes_of_its_source(folder: Path, tmp_path: Path, 
     assert cluster.verify(str(uri), progress=False).ok
     assert first["written_bytes"] == first["size_bytes"], "replicas are written once"
     assert second["copied_bytes"] == second["size_bytes"]
+
+
+def test_ranks_of_two_revisions_refuse_to_save(folder: Path, tmp_path: Path) -> None:
+    """Every rank says so, and nothing is written: neither of the ranks nor of the files another revision."""
+    cases = [["old", "new"], ["new", "old"], ["new", "new"], ["old", "old"]]
+    for found in run_ranks(2, "tests.support.saving_ranks:save_updated", str(folder), str(tmp_path / "m"), cases=cases):
+        for revisions, refusal in zip(cases[:-1], found, strict=False):
+            assert "was updated while its save began" in refusal
+            assert all(revision in refusal for revision in revisions)
+        assert found[-1] == ""
+    assert cluster.verify(str(tmp_path / "m"), progress=False).ok
+
+
+class Updated(cluster.LoadedModel):
+    """A model of one rank in this process, which another client has updated since its load."""
+
+    def __init__(self, loaded: Path, now: Path, revisions: tuple[str, str]) -> None:
+        about = {"quantization_config": None, "precision": Precision(), "layout": Layout()}
+        first, last = (
+            SimpleNamespace(uri=str(folder), revision=revision, **about)
+            for folder, revision in zip((loaded, now), revisions, strict=True)
+        )
+        connection: Any = SimpleNamespace(call=lambda verb, *_: {"wait": (1, None, last, None)}[verb])
+        super().__init__(connection, "m-1", first)  # type: ignore[arg-type]
+        self._shard = shards_of(now)[0]
+        self._shard.revision = revisions[1]
+
+    def call(self, fn: Any, *args: Any, **_: Any) -> list[Any]:
+        return [fn(self._shard, *args)]
+
+
+@pytest.mark.parametrize("place", ["own", "another"])
+def test_the_small_files_are_of_the_revision_now(folder: Path, tmp_path: Path, place: str) -> None:
+    """This client's report says where the model was loaded from."""
+    loaded, new = tmp_path / "loaded", changed_copy(folder, tmp_path / "new", flip=2)
+    shutil.copytree(folder, loaded)
+    (new / "tokenizer.json").write_text('{"of": "new"}')
+    revisions = cluster.publish(loaded).revision, cluster.publish(new).revision
+    if place == "own":
+        shutil.rmtree(loaded)
+        shutil.copytree(new, loaded)
+        revisions = revisions[0], cluster.publish(loaded).revision
+    Updated(loaded, loaded if place == "own" else new, revisions).save(tmp_path / "saved")
+    assert (tmp_path / "saved/tokenizer.json").read_text() == '{"of": "new"}'
+    expected = load_file(new / "model.safetensors")
+    found = {name: t for file in (tmp_path / "saved").glob("model-*") for name, t in load_file(file).items()}
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.cluster_settings(metrics_port=0)
