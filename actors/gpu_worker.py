@@ -167,6 +167,7 @@ class HostedLoad:
                 if self._shard is None:
                     self._shard = RankShard(plan, device)
                 shard = self._shard
+                shard.revision = self.job.revision
             yield shard
 
     def _loaded(self) -> tuple[RankPlan, Device]:
@@ -229,8 +230,8 @@ class HostedLoad:
             if revision == self.job.revision and update is None and self._broken is None:
                 return 0.0
             raise UpdateFailed("the rank has not staged the update", update=update_id, rank=self.job.rank)
-        seconds = update.exchange()
-        self._take_over(update)
+        seconds = update.exchange(lambda: self._take_over(update))
+        update.free()
         return seconds
 
     def drop_update(self, update_id: str) -> None:
@@ -243,13 +244,13 @@ class HostedLoad:
         update.drop()
 
     def _take_over(self, update: RankUpdate) -> None:
+        """Note that the tensors have the update's contents, while calls still wait."""
         job = update.job.job
         with self._lock:
             self._updated, self._broken = update.job.update_id, None
             self.job = replace(self.job, store=job.store, revision=job.revision)
             if self._update is update:
                 self._update = None
-        update.free()
 
     def _streamed(self, update: RankUpdate) -> None:
         """Note how an update ended, while calls still wait."""

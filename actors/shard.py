@@ -33,9 +33,10 @@ class RankShard(Mapping[str, "torch.Tensor"]):
 
     device_map: dict[str, int | str] | None  # modules and their devices, as in Accelerate; None: all on `device`
     device: str  # "cpu" or "cuda:0"; with a device map, the first device that has a tensor
+    revision: str  # of the tensors' contents; it stays for the length of a call
 
-    def __init__(self, plan: RankPlan, device: Device) -> None:
-        self.rank = plan.rank
+    def __init__(self, plan: RankPlan, device: Device, revision: str = "") -> None:
+        self.rank, self.revision = plan.rank, revision
         self.coords = plan.coords
         self.device_map = plan.device_map.as_dict() if plan.device_map else None
         self.device = main_device(plan) or device.name

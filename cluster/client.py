@@ -375,7 +375,7 @@ def update(
     endpoint_url: str | None = None,
     region: str | None = None,
     profile: str | None = None,
-    anonymous: bool = False,
+    anonymous: bool | None = None,
     credentials: Credentials | None = None,
     address: str | None = None,
 ) -> UpdateReport:
@@ -392,7 +392,8 @@ def update(
         endpoint_url: URL of an S3-compatible server. None: that of the model.
         region: Region of the bucket. None: that of the model.
         profile: Name of a profile in the AWS configuration. None: that of the model.
-        anonymous: Send unsigned requests, for public buckets.
+        anonymous: Send unsigned requests, for public buckets. None: as for the model, and False with a profile or
+            credentials.
         credentials: Keys for the store. None: in the model's own bucket those of its load, else each node's.
         address: Of the Ray cluster, where this process has not joined it.
 

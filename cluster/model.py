@@ -365,6 +365,15 @@ class LoadedModel:
         found: str = self._connection.call("revision_of", self.model_id)
         return found
 
+    def current_report(self) -> LoadReport:
+        """Return the report of the load, with the place and the revision that the model has now, whoever updated it.
+
+        Raises ModelNotFound, ClusterLost.
+        """
+        found: LoadReport | None
+        _, _, found, _ = self._connection.call("wait", self.model_id, -1, 0.0)
+        return found or self.report
+
     def update(
         self,
         uri: str | os.PathLike[str] | None = None,
@@ -376,7 +385,7 @@ class LoadedModel:
         endpoint_url: str | None = None,
         region: str | None = None,
         profile: str | None = None,
-        anonymous: bool = False,
+        anonymous: bool | None = None,
         credentials: Credentials | None = None,
     ) -> UpdateReport:
         """Give the model's tensors the contents of another revision, in place. Only chunks that differ are read.
@@ -395,7 +404,8 @@ class LoadedModel:
             endpoint_url: URL of an S3-compatible server. None: that of the model.
             region: Region of the bucket. None: that of the model.
             profile: Name of a profile in the AWS configuration. None: that of the model.
-            anonymous: Send unsigned requests, for public buckets.
+            anonymous: Send unsigned requests, for public buckets. None: as for the model, and False with a profile or
+                credentials.
             credentials: Keys for the store. None: in the model's own bucket those of its load, else each node's.
 
         Returns:
@@ -414,7 +424,7 @@ class LoadedModel:
         limit_s = checked_timeout(timeout_s)
         deadline_s = None if limit_s is None else time.monotonic() + limit_s
         report = update_on(self._connection, self.model_id, options, Patience(deadline_s, GIVEN_UP.get()))
-        self.report = replace(self.report, uri=report.uri, revision=report.revision)
+        self.report = replace(self.report, uri=report.uri, revision=report.revision, signed_by=report.signed_by)
         return report
 
     async def aupdate(self, uri: str | os.PathLike[str] | None = None, **options: Any) -> UpdateReport:

@@ -149,7 +149,7 @@ class UpdateRequest:
         Without credentials of its own, a place in the same bucket is read with the model's.
         """
         if self.store is None:
-            return replace(now, revision=self.revision)
+            return replace(now, revision=self.revision, signed_name=self.signed_name or now.signed_name)
         ref, credentials = self.store.ref, self.store.credentials
         if credentials is None and replace(ref, prefix="") == replace(now.store.ref, prefix=""):
             credentials = now.store.credentials
@@ -175,7 +175,7 @@ class StoreOptions:
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    anonymous: bool = False
+    anonymous: bool | None = None  # None: False, and in an update as the model is read
 
     def resolve(self, uri: str | os.PathLike[str], *, new: bool = False) -> tuple[StoreRef, str | None]:
         """Return the store that `uri` names, and the file in it when `uri` names a single safetensors file.
@@ -204,7 +204,7 @@ class StoreOptions:
                 endpoint_url=self.endpoint_url,
                 region=self.region,
                 profile=self.profile,
-                anonymous=self.anonymous,
+                anonymous=bool(self.anonymous),
             )
         except UnsupportedStore:
             raise

@@ -11,8 +11,8 @@
 DCP's own planner decides which boxes a rank needs, for any placement of DTensors and for plain tensors. The reader
 needs no collectives of its own, so it also works with `no_dist=True` and with groups of some ranks.
 
-The writer is `cluster.save`, which makes its own plan of who writes what, and writes a published checkpoint. Nothing of
-DCP's own plan is used but the list of names.
+The writer is `cluster.save`, which makes its own plan of who writes what, and writes a published checkpoint. It takes
+the planner's state dict and nothing of its plan. So a planner that changes what is saved is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -158,8 +160,9 @@ class LongshoreReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans, each with the group of its rank. Raises RevisionMismatch."""
-        places = [plan.storage_data for plan in plans]
-        revisions = sorted({place.revision for place in places})
+        # A planner of the user's own may make plans without a place. Their ranks read alone.
+        places = {rank: plan.storage_data for rank, plan in enumerate(plans) if isinstance(plan.storage_data, _Place)}
+        revisions = sorted({place.revision for place in places.values()})
         if len(revisions) > 1:
             raise RevisionMismatch(
                 "ranks have found different revisions of the model, as it was published meanwhile",
@@ -168,11 +171,14 @@ class LongshoreReader(StorageReader):
                 found=", ".join(revisions),
             )
         ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, place in enumerate(places):
+        for rank, place in places.items():
             ranks[place.machine].append(rank)
         group = f"dcp {uuid.uuid4().hex}"
         numbers = {rank: (member, len(here)) for here in ranks.values() for member, rank in enumerate(here)}
-        return [replace(plan, storage_data=_Member(group, *numbers[rank])) for rank, plan in enumerate(plans)]
+        return [
+            replace(plan, storage_data=_Member(group, *numbers[rank])) if rank in numbers else plan
+            for rank, plan in enumerate(plans)
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the boxes of the plan into the planner's tensors. All are read when it returns.
@@ -183,7 +189,6 @@ class LongshoreReader(StorageReader):
             LongshoreError: A store or the node's host failed.
         """
         found, self._found = self._model(), None
-        # A planner of the user's own may return a plan without it. Then this rank reads alone.
         member = plan.storage_data if isinstance(plan.storage_data, _Member) else None
         group: dict[str, Any] = {} if member is None else asdict(member)
         stored = {tensor.name: tensor for tensor in found.index.tensors}
@@ -209,6 +214,17 @@ class LongshoreReader(StorageReader):
         found, self._found = self._found, None
         if found is not None:
             found.store.close()
+
+
+# By these a planner decides what is saved, beside `set_up_planner`, which gives it the state dict.
+_PLANNING = (
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "resolve_data",
+    "lookup_object",
+    "transform_object",
+)
 
 
 class LongshoreWriter(StorageWriter):
@@ -253,22 +269,36 @@ class LongshoreWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
+        """Return the plans as they are. Raises SaveRefused when they are not those of the writer's group."""
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        size = 1 if is_alone else dist.get_world_size(self._process_group)
+        if len(plans) != size:
+            raise SaveRefused(
+                f"dcp.save has {len(plans)} ranks, and the group of the writer has {max(size, 0)}",
+                hint="pass the same process_group to LongshoreWriter and to dcp.save; to save from one rank of a job, "
+                "pass a group of that rank alone to both",
+            )
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share of the checkpoint, together with all other ranks. It is complete when this returns.
 
         Raises:
-            SaveRefused: The planner is none of DCP's own, or `cluster.save` refuses the state dict.
+            SaveRefused: The planner changes what is saved, or `cluster.save` refuses the state dict.
             SaveConflict: Another save or publish wrote to the URI meanwhile.
             SaveError: Another rank ended the save or died.
             StoreError: The store cannot be written.
         """
+        own = [
+            name
+            for name in _PLANNING
+            if getattr(getattr(planner, name, None), "__func__", None) is not getattr(DefaultSavePlanner, name)
+        ]
         state = getattr(planner, "state_dict", None)
-        if not isinstance(state, dict):
+        if own or not isinstance(state, dict):
             raise SaveRefused(
-                f"{type(planner).__name__} has no state_dict to save", hint="pass no planner, or a DefaultSavePlanner"
+                f"{type(planner).__name__} has {', '.join(own) or 'state_dict'} of its own, which would have no effect",
+                hint="change the state dict before dcp.save, or in set_up_planner of a DefaultSavePlanner",
             )
         self.report = save(state, self._uri, process_group=self._process_group, **self._options)
         done: Future[list[WriteResult]] = Future()

@@ -67,7 +67,6 @@ class SourceBody(BaseModel):
         None, description="of an S3-compatible server; only those that the operator allows"
     )
     region: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None = None
-    anonymous: bool = False
 
 
 class ModelBody(SourceBody):
@@ -79,6 +78,7 @@ class ModelBody(SourceBody):
     )
 
     uri: str = Field(min_length=1, max_length=2048, description="s3://bucket/prefix, or another scheme that is allowed")
+    anonymous: bool = False
     tensor_parallel_size: Size = 1
     fsdp_size: Size = 1
     data_parallel_size: Size = 1
@@ -130,6 +130,7 @@ class UpdateBody(SourceBody):
     streaming: bool = Field(
         False, description="read into the tensors themselves: nothing is staged, and a failure breaks the model"
     )
+    anonymous: bool | None = Field(None, description="send unsigned requests (public buckets); none: as for the model")
 
     def options(self) -> UpdateOptions:
         """Return the options of the update."""

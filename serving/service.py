@@ -156,8 +156,9 @@ class Service:
         options = body.options()
         if body.uri is not None:
             self._check_uri(body.uri)
-            known = await self._call(lambda: client.request_of(model_id, address=self._address))
-            asked = options.request("", known.store)  # read beside the model's own place where the body names no server
+        if options.names_place:
+            now = await self._call(lambda: client.request_of(model_id, address=self._address))
+            asked = options.at(now).request("", now.store)  # beside the model's own place where it names no server
             if asked.store is not None:
                 self._check_ref(asked.store.ref)
         update = functools.partial(client.aupdate, model_id, address=self._address, **body.model_dump())

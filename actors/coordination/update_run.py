@@ -121,6 +121,7 @@ class UpdateRun:
             stage_s=staged_s - planned_s,
             exchange_s=now_s - staged_s,
             total_s=now_s - begun_s,
+            signed_by=saved.signed_by,
         )
 
     async def resume(self) -> None:
@@ -157,7 +158,8 @@ class UpdateRun:
         seconds = time.monotonic() - begun_s
         about = record.model_id, saved.update_id, record.request.uri, saved.base, saved.revision, 0, 0, 0, 0
         more = {"exchange_s": seconds, "total_s": seconds, "ranks": self._steps(), "resumed": True}
-        return UpdateReport(*about, streaming=saved.streaming, **more)  # type: ignore[arg-type]
+        more |= {"streaming": saved.streaming, "signed_by": saved.signed_by}
+        return UpdateReport(*about, **more)  # type: ignore[arg-type]
 
     async def _drop(self, saved: SavedUpdate) -> UpdateReport:
         raise await self._failed(saved, UpdateFailed("the coordinator was restarted before all ranks had staged"))

@@ -79,9 +79,13 @@ class RankUpdate:
             raise self._error
         return self._report
 
-    def exchange(self) -> float:
-        """Copy what is staged to the model's tensors, while no call runs. Return the seconds of the copy itself."""
+    def exchange(self, after: Callable[[], None]) -> float:
+        """Copy what is staged to the model's tensors, while no call runs. Return the seconds of the copy itself.
+
+        `after` is called when the tensors have the new contents, and calls still wait.
+        """
         if self.job.streaming or not self.job.job.shared:
+            after()
             return 0.0
         with self._gate.write(self._dropped.is_set):
             begun_s = time.monotonic()
@@ -96,6 +100,7 @@ class RankUpdate:
                     view = staging.view(piece.segment, piece.offset, piece.size_bytes)
                     self._device.place(view, items, rows)
             self._device.synchronize()
+            after()
             return time.monotonic() - begun_s
 
     def drop(self) -> None:

@@ -29,6 +29,7 @@ from cluster.argument_types import checks_arguments
 from cluster.errors import SaveRefused
 from cluster.model import LoadedModel
 from cluster.small_files import SOURCE_KEY, config_folder
+from cluster.telemetry.report import LoadReport
 from storage.checkpoints.checkpoint_files import HEADERS_KEY
 from storage.problems import Problems, quote
 from storage.publishing.saves import STATE_FILE
@@ -69,7 +70,8 @@ def save_loaded(
         What was written.
 
     Raises:
-        SaveRefused: A tensor is held in a form that cannot be put together from several ranks; lists every one.
+        SaveRefused: A tensor is held in a form that cannot be put together from several ranks; lists every one. Or the
+            model was updated meanwhile; nothing was written.
         SaveError: A rank ended the save.
         RankLost: A worker died.
         StoreError: The store cannot be written, or the source's files cannot be read.
@@ -80,28 +82,28 @@ def save_loaded(
             model.save("s3://models/llama-int4")
         ```
     """
-    files = read_files(extra_files, _source_files(model, source_options or {}))
+    report = model.current_report()  # another client may have updated the model
+    files = read_files(extra_files, _source_files(report, source_options or {}))
     (address,) = model.call(_free_address, ranks=[0], timeout_s=timeout_s)
     ranks = list(model.ranks)  # others may join before the next call
-    reports: list[SaveReport] = model.call(
+    saved: list[SaveReport] = model.call(
         _save_rank,
         os.fspath(uri),
         address,
         len(ranks),
         files,
+        report.revision,
         {**options, "save_timeout_s": save_timeout_s},
         ranks=ranks,
         timeout_s=timeout_s,
     )
-    return reports[0]
+    return saved[0]
 
 
-def _source_files(model: LoadedModel, options: Mapping[str, Any]) -> dict[str, bytes]:
+def _source_files(report: LoadReport, options: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the small files of the model's source, with a config.json that describes what is loaded."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = config_folder(
-            model.report.uri, Path(scratch) / "files", code=True, revision=model.report.revision, **options
-        )
+        folder = config_folder(report.uri, Path(scratch) / "files", code=True, revision=report.revision, **options)
         found = {
             path.relative_to(folder).as_posix(): path
             for path in sorted(Path(folder).rglob("*"))
@@ -110,7 +112,7 @@ def _source_files(model: LoadedModel, options: Mapping[str, Any]) -> dict[str, b
         # The state of a training run stays with the source, and so does the file that names it.
         files = {name: path.read_bytes() for name, path in found.items() if not STATE_FILE.fullmatch(name)}
     config = json.loads(files[CONFIG_KEY]) if CONFIG_KEY in files else {}
-    quantized, dtype = model.report.quantization_config, model.report.precision.dtype
+    quantized, dtype = report.quantization_config, report.precision.dtype
     if CONFIG_KEY in files and (quantized or dtype != "auto"):
         if quantized:
             config["quantization_config"] = quantized
@@ -133,9 +135,15 @@ def _free_address(shard: RankShard) -> str:
 
 
 def _save_rank(
-    shard: RankShard, uri: str, address: str, world_size: int, files: dict[str, bytes], options: dict[str, Any]
+    shard: RankShard,
+    uri: str,
+    address: str,
+    world_size: int,
+    files: dict[str, bytes],
+    revision: str,
+    options: dict[str, Any],
 ) -> SaveReport:
-    """Save this rank's share. Runs in every worker at once."""
+    """Save this rank's share. Runs in every worker at once. `revision`: of the files, which all ranks must have."""
     import torch.distributed as dist
 
     is_own = world_size > 1 and not dist.is_initialized()
@@ -150,15 +158,15 @@ def _save_rank(
     try:
         if world_size > 1 and (dist.get_rank(), dist.get_world_size()) != (shard.rank, world_size):
             raise SaveRefused("the worker has a process group of other ranks", hint="call `save` there")
-        return save(_boxed(shard, float(options["save_timeout_s"])), uri, extra_files=files, **options)
+        return save(_boxed(shard, revision, float(options["save_timeout_s"])), uri, extra_files=files, **options)
     finally:
         if is_own:
             forget_groups()
             dist.destroy_process_group()
 
 
-def _boxed(shard: RankShard, timeout_s: float) -> dict[str, BoxedTensor]:
-    """Return a rank's tensors as boxes, with the boxes of all ranks."""
+def _boxed(shard: RankShard, revision: str, timeout_s: float) -> dict[str, BoxedTensor]:
+    """Return a rank's tensors as boxes, with the boxes of all ranks. Raises SaveRefused on all ranks alike."""
     problems = Problems()
     mine: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     local: dict[str, dict[tuple[int, ...], Any]] = {}
@@ -178,8 +186,18 @@ def _boxed(shard: RankShard, timeout_s: float) -> dict[str, BoxedTensor]:
             mine[name].append((offsets, sizes))
             local[name][offsets] = tensor[tuple(slice(at, at + n) for at, n in zip(place, sizes, strict=True))]
     with Ranks(timeout_s=timeout_s) as ranks:
-        answers = ranks.gather(json.dumps({"boxes": mine, "problems": list(problems)}).encode())
+        own = {"boxes": mine, "problems": list(problems), "revision": shard.revision}
+        answers = ranks.gather(json.dumps(own).encode())
     found = [json.loads(answer) for answer in answers]
+    # A rank's call may begin before an exchange, and that of another rank after it.
+    revisions = {str(one["revision"]) for one in found}
+    if revisions != {revision}:
+        raise SaveRefused(
+            "the model was updated while its save began",
+            hint="save again when `longshore status` shows no update of the model",
+            revision=revision,
+            found=", ".join(sorted(revisions)),
+        )
     if refused := [f"rank {rank}: {problem}" for rank, one in enumerate(found) for problem in one["problems"]]:
         raise SaveRefused(f"tensors cannot be put together from several ranks: {'; '.join(refused[:20])}")
     boxes: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}

@@ -127,7 +127,7 @@ def run_update(args: argparse.Namespace) -> int:
         signed_name=args.signed_name,
         timeout_s=args.timeout,
         address=args.address,
-        **given_options(args, STORE),
+        **{**given_options(args, STORE), "anonymous": args.anonymous or None},  # without it: as for the model
     )
     answer(args, report.as_dict(), lambda: cell(str(report)))
     return OK

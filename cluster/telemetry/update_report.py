@@ -30,6 +30,7 @@ class UpdateReport(Jsonable):
     exchange_s: float = 0.0  # from the decision until every rank had the new revision
     total_s: float = 0.0
     resumed: bool = False  # by a coordinator that was restarted
+    signed_by: str = ""  # id of the trusted key that signed the new revision's manifest
 
     @property
     def read_bytes(self) -> int:

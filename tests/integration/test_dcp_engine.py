@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import cluster
 from cluster.config import Config
@@ -20,6 +23,7 @@ from engines.dcp import LongshoreReader, LongshoreWriter
 from storage.errors import IntegrityError, ObjectNotFound
 from tests.support.counting_proxy import CountingProxy
 from tests.support.dcp_job import WORLD, run_job, stored_tensors
+from tests.support.gloo_ranks import run_ranks
 from tests.support.stored_models import CHUNK_BYTES, StoredModel, publish_to
 
 pytestmark = [
@@ -107,6 +111,60 @@ def test_a_state_dict_with_other_objects_is_refused(tmp_path: Path) -> None:
     dcp.save({"weight": torch.ones(3)}, storage_writer=writer, no_dist=True)
     with cluster.safe_open(tmp_path / "saved") as opened:
         assert torch.equal(opened.get_tensor("weight"), torch.ones(3))
+
+
+class Casting(DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return super().transform_object(write_item, object).half()
+
+
+class Dropping(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[item for item in plan.items if item.index.fqn != "weight"])
+        return self.plan
+
+
+class Renaming(DefaultSavePlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        renamed = {f"model.{name}": each for name, each in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+@pytest.mark.parametrize(("planner", "own"), [(Casting, "transform_object"), (Dropping, "create_local_plan")])
+def test_a_planner_that_changes_the_save_is_refused(tmp_path: Path, planner: Any, own: str) -> None:
+    """Its work would be lost without a word. One that renames is taken."""
+    writer, state = LongshoreWriter(tmp_path / "saved"), {"weight": torch.ones(3)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, storage_writer=writer, planner=planner(), no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, SaveRefused)
+    assert f"{planner.__name__} has {own} of its own" in str(error)
+    dcp.save(state, storage_writer=writer, planner=Renaming(), no_dist=True)
+    with cluster.safe_open(tmp_path / "saved", config=SETTINGS) as opened:
+        assert opened.keys() == ["model.weight"]
+
+
+def test_a_writer_of_another_group_is_refused_at_once(tmp_path: Path) -> None:
+    (*refused, same, single), others = run_ranks(2, "tests.support.saving_ranks:save_alone", str(tmp_path / "saved"))
+    for error in refused:
+        assert error.startswith("SaveRefused: dcp.save has 1 ranks, and the group of the writer has 2")
+        assert "process_group" in error
+    assert [same, single, *others] == ["", ""]
+
+
+class Rebuilding(DefaultLoadPlanner):
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [LoadPlan(plan.items) for plan in global_plan]
+
+
+def test_a_planner_that_makes_new_plans_reads_alone(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    state = {"weight": torch.zeros(3)}
+    dcp.load(state, storage_reader=LongshoreReader(tmp_path, settings=SETTINGS), planner=Rebuilding(), no_dist=True)
+    assert torch.equal(state["weight"], torch.ones(3))
 
 
 def test_one_process_and_a_model_that_was_not_published(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_only_what_the_cluster_and_the_client_trust_is_loaded(
             with pytest.raises(cluster.UnknownSigner), host_rank(model.uri, 0, **keys, **model.options):
                 pass
 
+    with cluster.load(
+        model.uri, device="cpu", trusted_keys=[ours.public_key, theirs.public_key], **model.options
+    ) as signed:
+        cluster.sign(model.uri, theirs.path, **model.options)
+        assert signed.update().signed_by == signed.report.signed_by == theirs.key_id
+    cluster.sign(model.uri, ours.path, **model.options)
+
     # From here on the cluster itself wants signatures; the client's settings ask for nothing.
     longshore.configure(trusted_keys=ours.public_key)
     cluster.load(model.uri, device="cpu", config=Config(), **model.options).release()

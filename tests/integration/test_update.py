@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import cluster
+from actors.links import COORDINATOR, NAMESPACE
 from cluster import client
 from cluster.command_line.demo import write_llama_checkpoint
 from storage.stores.embedded_s3 import EmbeddedS3
@@ -165,6 +166,26 @@ def test_another_model_is_refused(longshore: Longshore, llama: StoredModel, odd:
         assert is_exact(model, llama, 1)
         assert model.update().changed_tensors == 0
     longshore.assert_nothing_left()
+
+
+def test_an_update_without_room_touches_nothing(
+    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, request: pytest.FixtureRequest
+) -> None:
+    """After the load another coordinator takes over, whose reserve no host has."""
+    import ray
+
+    with cluster.load(llama.uri, **options_of(llama, tensor_parallel_size=2)) as model:
+        request.addfinalizer(longshore.end_longshore)
+        ray.kill(ray.get_actor(COORDINATOR, namespace=NAMESPACE), no_restart=True)
+        eventually(lambda: COORDINATOR not in longshore.actor_names(), "the coordinator is left")
+        longshore.start(host_reserve_bytes=1 << 50)
+        eventually(lambda: [each.progress.state for each in longshore.models()] == ["ready"], "the model is not found")
+        with pytest.raises(cluster.DoesNotFit, match=r"the update does not fit beside the model: .*host memory"):
+            model.update(next_llama.uri, credentials=llama.options["credentials"])
+        assert is_exact(model, llama)
+        assert model.revision == model.report.revision
+        model.update(next_llama.uri, credentials=llama.options["credentials"], streaming=True)  # stages nothing
+        assert is_exact(model, next_llama)
 
 
 def test_the_command_line_and_the_metrics_of_updates(

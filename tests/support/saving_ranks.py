@@ -16,6 +16,7 @@ from actors.handover.modules import as_dtensor, wanted_part
 from actors.saving.boxed import BoxedTensor
 from actors.saving.hf_names import as_stored
 from actors.saving.loaded import _save_rank
+from cluster.errors import SaveRefused
 from cluster.layouts.mesh import Layout
 from tests.support.hf_models import make_tiny
 from tests.support.shards import shards_of
@@ -144,7 +145,7 @@ def save_shards(folder: str, uri: str, layout: dict[str, int]) -> list[dict[str,
     shard = shards_of(Path(folder), Layout(**layout))[dist.get_rank()]
     options = {"save_timeout_s": 60.0}
     return [
-        dict(_save_rank(shard, uri, "", dist.get_world_size(), {"config.json": b"{}"}, options).as_dict())
+        dict(_save_rank(shard, uri, "", dist.get_world_size(), {"config.json": b"{}"}, "", options).as_dict())
         for _ in range(2)
     ]
 
@@ -208,6 +209,52 @@ def save_fsdp1(uri: str) -> list[str]:
             assert sorted(found.keys()) == sorted(whole)
             assert all(found.get_tensor(name).equal(tensor) for name, tensor in whole.items()), place
     return sorted({type(value).__name__ for value in state.values()})
+
+
+def save_updated(folder: str, uri: str, cases: list[list[str]]) -> list[str]:
+    """Save what two ranks hold, of the revisions that each case names by rank; the files are of "old".
+
+    Return the refusal of each case, or "".
+    """
+    shard = shards_of(Path(folder), Layout(tensor_parallel_size=2))[dist.get_rank()]
+    refusals = []
+    for revisions in cases:
+        shard.revision, refusal = revisions[dist.get_rank()], ""
+        try:
+            _save_rank(shard, uri, "", 2, {"config.json": b"{}"}, "old", {"save_timeout_s": 60.0})
+        except SaveRefused as error:
+            refusal = str(error)
+        refusals.append(refusal)
+    return refusals
+
+
+def save_alone(uri: str) -> list[str]:
+    """Let rank 0 alone save by torch.distributed.checkpoint: with writers of the wrong group, then of the right one.
+
+    Return what went wrong with each of them, and the loaded value.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    from engines.dcp import LongshoreWriter
+
+    alone = dist.new_group([0], backend="gloo")
+    if dist.get_rank():
+        return []
+    errors = []
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        (None, {"no_dist": True}),
+        (None, {"process_group": alone}),
+        (alone, {"process_group": alone}),
+        (alone, {"no_dist": True}),
+    ]
+    for group, how in ways:
+        error = None
+        try:
+            dcp.save({"weight": torch.ones(3)}, storage_writer=LongshoreWriter(uri, process_group=group), **how)
+        except dcp.api.CheckpointException as failed:
+            ((error, _),) = failed.failures.values()
+        errors.append("" if error is None else f"{type(error).__name__}: {error}")
+    return errors
 
 
 def save_rows(uri: str, changed: str = "", **options: Any) -> dict[str, int]:

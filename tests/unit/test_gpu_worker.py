@@ -17,13 +17,14 @@ import pytest
 import safetensors
 import torch
 
-from actors.devices.cpu_device import PROCESS_MEMORY
-from actors.gpu_worker import WITHDRAWN_KEPT, GpuWorker
+from actors.devices.cpu_device import PROCESS_MEMORY, CpuDevice
+from actors.gpu_worker import WITHDRAWN_KEPT, Gate, GpuWorker
+from actors.rank.update import RankUpdate as RankExchange
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.fit.options import parse_device_map
 from cluster.layouts.mesh import Layout
-from cluster.messages import Assignment, Orders, RankJob, RankUpdate
+from cluster.messages import Assignment, Orders, RankJob, RankUpdate, UpdateJob
 from cluster.planning.make_plan import build_load_plan
 from cluster.planning.plan import LoadPlan
 from cluster.request import StoreAccess
@@ -99,6 +100,27 @@ def copied(worker: GpuWorker, load_id: str, most_bytes: int = 1 << 20) -> dict[s
             after = batch.after
 
     return dict(tensors(batches()))
+
+
+def test_a_shard_says_which_revision_it_has(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
+    """The next one is noted before a call can begin."""
+    given = job(node, plan, tmp_path)
+    worker.start(given)
+    worker.outcome(LOAD)
+    assert called(worker, LOAD, lambda shard: shard.revision) == ""
+    nothing_changed = UpdateJob(LOAD, "u-1", "", False, replace(given, shared=b"", revision="new"))
+    worker.stage_update(nothing_changed)
+    worker.update_outcome(LOAD, "u-1")
+    assert called(worker, LOAD, lambda shard: shard.revision) == ""
+    worker.exchange_update(LOAD, "u-1", "new")
+    assert called(worker, LOAD, lambda shard: shard.revision) == "new"
+
+    gate, noted = Gate(), []
+    changes = replace(nothing_changed, job=replace(given, shared=b"tables"))
+    update = RankExchange(changes, plan.ranks[0], worker._load._device, gate)  # type: ignore[union-attr, arg-type]
+    update._staging, update._items, update._report = CpuDevice(), object(), object()  # type: ignore[assignment]
+    update.exchange(lambda: noted.append(gate._writing))
+    assert noted == [True]
 
 
 def test_a_withdrawn_call_never_begins(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):

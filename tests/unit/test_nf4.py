@@ -130,7 +130,7 @@ def test_part_of_a_weight_cannot_be_saved_with_others(tmp_path: Path) -> None:
     """Bytes are packed across the rows of a rank, so those of two ranks make no tensor. A whole weight is saved."""
 
     class Held(dict[str, torch.Tensor]):
-        rank = 0
+        rank, revision = 0, "r1"
 
         def __init__(self, ranks: int) -> None:
             region = dtensor_region((8, 64), [MeshCut(0, ranks, 0, 1)])
@@ -139,6 +139,6 @@ def test_part_of_a_weight_cannot_be_saved_with_others(tmp_path: Path) -> None:
 
     options = {"save_timeout_s": 20.0}
     with pytest.raises(cluster.SaveRefused, match=r"rank 0: 'w' is packed as \(128, 1\)"):
-        _save_rank(Held(2), str(tmp_path / "m"), "", 1, {}, options)
+        _save_rank(Held(2), str(tmp_path / "m"), "", 1, {}, "r1", options)
     assert not (tmp_path / "m").exists()
-    assert _save_rank(Held(1), str(tmp_path / "m"), "", 1, {}, options).size_bytes > 256
+    assert _save_rank(Held(1), str(tmp_path / "m"), "", 1, {}, "r1", options).size_bytes > 256

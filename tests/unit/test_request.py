@@ -13,7 +13,17 @@ import cluster
 from cluster.errors import ConfigError, PlanError
 from cluster.fit.search import steps_of_auto
 from cluster.options import LoadOptions
-from cluster.request import LoadRequest, StoreAccess, StoreOptions, is_nested, make_request, open_destination, open_uri
+from cluster.request import (
+    LoadRequest,
+    StoreAccess,
+    StoreOptions,
+    UpdateRequest,
+    is_nested,
+    make_request,
+    open_destination,
+    open_uri,
+)
+from cluster.updating import UpdateOptions
 from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
 from storage.store_ref import Credentials
 
@@ -245,3 +255,44 @@ def test_the_reason_of_a_placement(
     assert made.placement_reason(direct=direct, received=received) == reason
     assert made.is_local == uri.startswith("/")
     assert made.node_placement == ("via_arena" if made.device == "cuda" else options.get("placement", "auto"))
+
+
+def asked(now: LoadRequest, uri: str | None = None, **given: Any) -> UpdateRequest:
+    """Return the request of an update with these options of the store, of a model that was loaded so."""
+    credentials = given.pop("credentials", None)
+    options = UpdateOptions(uri, store=StoreOptions(**given), credentials=credentials)
+    return (options.at(now) if options.names_place else options).request("me", now.store)
+
+
+KEYS = Credentials("AKIAEXAMPLE", "secret")
+
+
+@pytest.mark.parametrize("only", ["", "/a.safetensors"])
+def test_an_update_without_a_uri_takes_options_of_the_store(only: str) -> None:
+    now = request(f"s3://bucket/models{only}", signed_name="llama", endpoint_url="http://old:9000")
+    made = asked(now, endpoint_url="http://new:9000", credentials=KEYS)
+    expected = replace(now.store.ref, endpoint_url="http://new:9000")
+    assert (made.uri, made.only_key, made.signed_name) == (now.uri, now.only_key, "llama")
+    assert made.store == StoreAccess(expected, KEYS)
+    target = made.target(now)
+    assert (target.uri, target.store, target.signed_name) == (now.uri, made.store, "llama")
+    assert asked(now).store is None
+    assert replace(asked(now), signed_name="other").target(now).signed_name == "other"
+
+
+@pytest.mark.parametrize("uri", [None, "s3://private/step-1"])
+@pytest.mark.parametrize(
+    ("given", "anonymous"),
+    [
+        ({"region": "eu-2"}, True),
+        ({"credentials": KEYS}, False),
+        ({"profile": "work"}, False),
+        ({"anonymous": False}, False),
+        ({"anonymous": True, "profile": "work"}, True),
+    ],
+)
+def test_credentials_of_an_update_end_unsigned_requests(uri: str | None, given: Any, anonymous: bool) -> None:
+    made = asked(request("s3://public/base", anonymous=True), uri, **given)
+    assert made.store is not None
+    assert made.store.ref.anonymous is anonymous
+    assert made.store.credentials == given.get("credentials")

@@ -90,6 +90,7 @@ def test_bad_requests_are_refused_before_a_cluster_is_asked(
             403,
             "SourceRefused",
         ),  # the model's own server is none that requests may name
+        ("update", {"endpoint_url": "http://169.254.169.254"}, 403, "SourceRefused"),  # of the model's own place
         ("update", {"uri": "s3://BAD BUCKET/x"}, 422, "InvalidUri"),
         ("update", {"uri": "s3://bucket/x", "profile": "root"}, 422, "BadRequest"),
         ("update", {"uri": "s3://bucket/x", "credentials": {}}, 422, "BadRequest"),
@@ -105,8 +106,9 @@ def test_bad_requests_are_refused_before_a_cluster_is_asked(
 def test_bad_changes_of_a_model_are_refused_before_they_begin(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, verb: str, body: Any, status: int, kind: str
 ) -> None:
-    store = StoreAccess(StoreRef("s3", "b", "m", endpoint_url="http://10.0.0.1:9000"))
-    monkeypatch.setattr(cluster_client, "request_of", lambda *_, **__: SimpleNamespace(store=store))
+    store = StoreAccess(StoreRef("s3", "bucket", "m", endpoint_url="http://10.0.0.1:9000"))
+    now = SimpleNamespace(uri=store.ref.uri, store=store, signed_name="")
+    monkeypatch.setattr(cluster_client, "request_of", lambda *_, **__: now)
     monkeypatch.setattr(cluster_client, f"a{verb}", None)
     answer = client.post(f"/v1/models/m-1:{verb}", json=body)
     assert (answer.status_code, answer.json()["type"]) == (status, f"urn:longshore:problem:{kind}"), answer.text
