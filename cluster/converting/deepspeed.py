@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from cluster.converting.rank_files import clean_name
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
-from cluster.converting.torch_files import Opaque, StoredTensor, is_shape, read_torch_file
+from cluster.converting.torch_files import Global, Opaque, StoredTensor, is_shape, read_torch_file
 from cluster.errors import ConvertError
 from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_ELEMENTS
 from storage.problems import MAX_LISTED, Problems, quote
@@ -153,6 +153,8 @@ _EXPERT_FILE = re.compile(r"(.*/)?(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+
 _POINTERS = ("latest", "latest_universal")
 _MAX_POINTER_BYTES = 1024
 _MAX_WEIGHTS = 1 << 20  # of a model, with a padding for each
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_STAGES = {f"{_STAGE}.optimizer_states": 1, f"{_STAGE}.gradients": 2, f"{_STAGE}.weights": 3}
 _READERS = 8  # files whose pickles are read at once
 _TO_UNIVERSAL = "run DeepSpeed's ds_to_universal.py first, and convert its output"
 
@@ -160,7 +162,7 @@ _TO_UNIVERSAL = "run DeepSpeed's ds_to_universal.py first, and convert its outpu
 ALLOWED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    _STAGE,
     "deepspeed.utils.tensor_fragment.fragment_address",
     "argparse.Namespace",
     "collections.defaultdict",
@@ -303,7 +305,10 @@ class Partition:
         fields: dict[Any, Any] = _field(state, "optimizer_state_dict", dict, file=file)
         # The optimizer for bfloat16 that accumulates gradients in float32 is of stage 1, and does not say so.
         stage = fields.get("zero_stage", 1)
-        stage = stage.args[0] if isinstance(stage, Opaque) and len(stage.args) == 1 else stage
+        if isinstance(stage, Opaque) and len(stage.args) == 1:
+            stage = stage.args[0]
+        elif isinstance(stage, Global):
+            stage = _STAGES.get(stage.name, 0)
         if stage not in (1, 2, 3):
             raise _Malformed(f"{quote(file)}: zero_stage is not 1, 2 or 3")
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"

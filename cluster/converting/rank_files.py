@@ -70,8 +70,6 @@ ALLOWED = (
     f"{_SHARDED}sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
     f"{_SHARDED}sharding_spec.api.EnumerableShardingSpec",
     "torch.distributed.remote_device._remote_device",
-    "builtins.getattr",
-    "__builtin__.getattr",
 )
 # Beside the weights, in checkpoints of training scripts: numbers and settings. They become stubs.
 ALLOWED_BESIDE = ("argparse.Namespace", "collections.defaultdict", "builtins.set", "builtins.dict", "builtins.list")

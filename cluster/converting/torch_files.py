@@ -368,7 +368,8 @@ class _Machine:
             raise ValueError(f"a name of {len(name)} characters")
         head, _, tail = name.rpartition(".")
         of_torch = name in _CLASSES or (head == "torch" and (tail in DTYPES or tail in _STORAGES))
-        if of_torch or name in _CONSTRUCTORS or name in self.allowed or f"{name.partition('.')[0]}.*" in self.allowed:
+        of_python = name in _CONSTRUCTORS or name in _GETATTR
+        if of_torch or of_python or name in self.allowed or f"{name.partition('.')[0]}.*" in self.allowed:
             return Global(name)
         if head == "torch" and tail in _UNSTORABLE:
             raise ConvertError(
@@ -383,11 +384,14 @@ class _Machine:
     def call(self, made: object, args: object) -> Any:
         if not isinstance(made, Global) or not isinstance(args, tuple):
             raise ValueError("a call of what is no global")
-        if made.name in _GETATTR:  # how protocol 2 names a class within a class; its name must be allowed too
+        if made.name in _GETATTR:
+            # Protocol 2 names a class within a class so, and Python before 3.11.4 a member of an enumeration.
             owner, name = args
             if not isinstance(owner, Global) or not isinstance(name, str):
                 raise ValueError("an attribute of what is no class")
-            return self.find(f"{owner.name}.{name}")
+            is_member = owner.name in self.allowed and name.isidentifier() and not name.startswith("_")
+            full = f"{owner.name}.{name}"
+            return Global(full) if is_member and len(full) <= _MAX_NAME else self.find(full)
         constructor = _CONSTRUCTORS.get(made.name)
         return Opaque(made.name, args) if constructor is None else constructor(self, *args)
 

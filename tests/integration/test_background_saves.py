@@ -186,7 +186,7 @@ def test_a_training_state_is_not_copied_with_a_loaded_model(tmp_path: Path) -> N
     about = SimpleNamespace(
         uri=uri, revision=report.revision, quantization_config=None, precision=SimpleNamespace(dtype="auto")
     )
-    names = set(_source_files(SimpleNamespace(report=about), {}))
+    names = set(_source_files(about, {}))
     assert "config.json" in names
     assert not [name for name in names if name.startswith("training/")]
 

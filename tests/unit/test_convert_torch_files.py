@@ -9,6 +9,7 @@ import struct
 import subprocess
 import time
 import tracemalloc
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.converting.torch_files import Opaque, StoredTensor, load_pickle, read_torch_file
+from cluster.converting.torch_files import Global, Opaque, StoredTensor, load_pickle, read_torch_file
 from cluster.errors import BrokenCheckpointFile, UnsafePickle
 from storage.stores.object_store import ByteRange, MemoryStore
 
@@ -92,6 +93,18 @@ def test_code_in_a_pickle_is_refused(
         load_pickle(pickle.dumps(attack, protocol), file="weights.pt")
     assert "weights.pt" in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_members_of_an_enumeration_are_read_as_python_before_3_11_4_writes_them(protocol: int) -> None:
+    def load(member: str) -> object:
+        return load_pickle(pickle.dumps(Attack(getattr, HTTPStatus, member), protocol), file="f", allowed=[name])
+
+    name = "http.HTTPStatus"
+    assert load("OK") == Global(f"{name}.OK")
+    for refused in ("__init__", "OK.real"):
+        with pytest.raises(UnsafePickle):
+            load(refused)
 
 
 def text(word: str) -> bytes:
