@@ -81,7 +81,7 @@ def notice(server: EmbeddedS3, folder: Path) -> None:
             server.refresh()  # again: a listing that is under way may be older than the file
             return _is_seen(store, marker)
 
-        eventually(is_seen, f"{server.endpoint_url} does not look at {folder} again")
+        eventually(is_seen, f"{server.endpoint_url} does not look at {folder} again", timeout_s=30)
         store.delete(marker)  # by the server, so that it knows
 
 
