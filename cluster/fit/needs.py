@@ -271,7 +271,8 @@ def check_update_fit(
         on_host = sum(ranks[rank].device_bytes + ranks[rank].staging_bytes for rank in here)
         if streaming:
             on_host = sum(converted.values()) if device == "cpu" else 0
-        needs[index] = NodeNeed(len(here), on_host)
+        if on_host:  # else it also fits where less is free than must stay free
+            needs[index] = NodeNeed(len(here), on_host)
         rooms = [room_on(gpu, ANY_FIT, config) for gpu in nodes[index].gpus]
         if streaming and device == "cuda" and (problem := device_problem(nodes[index].host, converted, rooms)):
             problems.append(problem)
