@@ -29,6 +29,8 @@ from tests.support.shards import shards_of
 
 pytestmark = pytest.mark.slow
 
+CHUNK_BYTES = 1 << 20  # as large as the slots of the clusters here
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -87,7 +89,7 @@ def test_a_save_that_begins_in_an_update_is_refused(longshore: Longshore, folder
     """Rank 0 begins it before the exchange, and rank 1, which is busy until then, after it."""
     old, new = (changed_copy(folder, tmp_path / name, flip=flip) for name, flip in (("old", 2), ("new", 4)))
     for each in (old, new):
-        cluster.publish(each)
+        cluster.publish(each, chunk_bytes=CHUNK_BYTES)
     go_on, saved = tmp_path / "go", tmp_path / "saved"
 
     def wait(shard: Any, path: str) -> None:  # sent by value, so its worker does not import this module
@@ -168,11 +170,11 @@ def test_a_model_that_others_updated_saves_what_it_is(
     loaded, new = tmp_path / "loaded", changed_copy(folder, tmp_path / "new", flip=2)
     shutil.copytree(folder, loaded)
     (new / "tokenizer.json").write_text('{"of": "new"}')
-    cluster.publish(loaded)
+    cluster.publish(loaded, chunk_bytes=CHUNK_BYTES)
     with cluster.load(str(loaded), tensor_parallel_size=2, device="cpu") as model:
         if place == "own":
             shutil.copytree(new, loaded, dirs_exist_ok=True)
-        cluster.publish(loaded if place == "own" else new)
+        cluster.publish(loaded if place == "own" else new, chunk_bytes=CHUNK_BYTES)
         cluster.update(model.model_id, None if place == "own" else new)
         assert model.report.revision != model.revision
         model.save(tmp_path / "saved")
