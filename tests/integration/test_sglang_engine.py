@@ -234,7 +234,7 @@ class Server(EngineServer):
         """Kill rank 1 in a step of an update. Return the answer of the server, which ends of it."""
         (self.log.parent / "die").write_text(step)
         status, text = self.update(uri)
-        self.process.wait(60)
+        self.process.wait(150)  # it dumps stacks, and then waits 60 s for those of a GPU
         return status, text
 
 
