@@ -52,7 +52,7 @@ TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 PIPELINE = {"pipeline_parallel_size": 2}
 EXPERTS = {**TENSOR, "enable_expert_parallel": True}
 SETTINGS = {"arena_bytes": 256 << 20, "window_bytes": 128 << 20}
-OPTIONS = {"enforce_eager": True, "max_model_len": 64, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
+OPTIONS = {"enforce_eager": True, "max_model_len": 64, "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
 
 
 class Engine:
