@@ -54,15 +54,9 @@ class _Noting:
         self._stored, self._read = stored, read
         self.name, self.shape, self.dtype = stored.name, stored.shape, stored.dtype
 
-    def read(
-        self,
-        shape: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        target: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def read(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._read.add(self.name)
-        return self._stored.read(shape, offsets, sizes, target)
+        return self._stored.read(*args, **kwargs)
 
     def read_all(self) -> torch.Tensor:
         self._read.add(self.name)

@@ -123,8 +123,7 @@ def _save_copy(
     tensors: Mapping[str, Any], number: str, state: tuple[Mapping[str, Any], bytes], given: Arguments
 ) -> SaveReport:
     started_s = time.monotonic()
-    link = save_training(number, state, given) if number else {}
-    given = replace(given, files={**given.files, **link})
+    given = save_training(number, state, given)
     with given.meet() as ranks:
         return save_tensors(tensors, given, ranks, started_s)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from actors.saving.conversion import FLOATS, ConvertReport, Place, plan_conversion, report_of, run_conversion
 from actors.saving.on_cluster import ClusterParts
 from actors.saving.reporting import SaveReporter
-from actors.saving.writer import ONE_FILE_KEY, check_extra_files, has_other_weights
+from actors.saving.writer import check_extra_files, has_other_weights
 from cluster.argument_types import Dtype, checks_arguments
 from cluster.command_line.progress import byte_counter, shown_progress
 from cluster.config import Config
@@ -25,6 +25,7 @@ from cluster.model import in_thread
 from cluster.request import StoreOptions, check_destination, open_destination
 from cluster.saving.shards import DEFAULT_SHARD_BYTES, MIN_SHARD_BYTES
 from cluster.telemetry.saves import VERIFYING
+from storage.checkpoints.checkpoint_files import SINGLE_KEY
 from storage.checksum import MANIFEST_HASH_NAMES
 from storage.errors import IntegrityError
 from storage.publishing.saves import writes_parts
@@ -188,7 +189,7 @@ def _check_target(target: Place, source: StoreRef) -> None:
         writes_parts(store)
         if has_other_weights(store, RetryPolicy()):
             raise ConfigError(
-                f"the destination has a {ONE_FILE_KEY}, which transformers would load in the place of the result",
+                f"the destination has a {SINGLE_KEY}, which transformers would load in the place of the result",
                 hint="name a new folder",
                 dest=target.ref.uri,
             )

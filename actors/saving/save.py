@@ -224,9 +224,7 @@ def save(
         has_state = not (optimizer is None and scheduler is None and extra_state is None)
         state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
         number = agree_on_state(ranks.gather(state_answer(optimizer, has_state)))
-        if number:
-            given = replace(given, files={**given.files, **save_training(number, state, given)})
-        return save_tensors(state_dict, given, ranks, started_s)
+        return save_tensors(state_dict, save_training(number, state, given), ranks, started_s)
 
 
 def state_answer(optimizer: Any, has_state: bool) -> bytes:
@@ -248,14 +246,16 @@ def agree_on_state(answers: Sequence[bytes]) -> str:
     return answers[0][1:].decode("ascii", "replace")
 
 
-def save_training(number: str, state: tuple[Mapping[str, Any], bytes], given: Arguments) -> dict[str, bytes]:
-    """Save the state of a training run in a folder of its own, and return the file of the model that names it.
+def save_training(number: str, state: tuple[Mapping[str, Any], bytes], given: Arguments) -> Arguments:
+    """Save the state of a training run in a folder of its own, and return the arguments with a file that names it.
 
-    It is complete before the model refers to it. All ranks give the same number. Its tensors keep their names, by which
-    the other file of the state refers to them.
+    It is complete before the model refers to it. All ranks give the same number; "": there is no state. Its tensors
+    keep their names, by which the other file of the state refers to them.
     """
+    if not number:
+        return given
     tensors, data = state
-    given = replace(
+    of_state = replace(
         given,
         uri=f"{given.uri.rstrip('/')}/training/{number}",
         model=None,
@@ -263,9 +263,9 @@ def save_training(number: str, state: tuple[Mapping[str, Any], bytes], given: Ar
         keep_last=None,
         keeps_names=True,
     )
-    with given.meet() as ranks:
-        report = save_tensors(tensors, given, ranks, time.monotonic())
-    return link_file(number, report.revision)
+    with of_state.meet() as ranks:
+        report = save_tensors(tensors, of_state, ranks, time.monotonic())
+    return replace(given, files={**given.files, **link_file(number, report.revision)})
 
 
 def save_tensors(state: Mapping[str, Any], given: Arguments, ranks: Ranks, started_s: float) -> SaveReport:

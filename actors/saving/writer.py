@@ -36,7 +36,7 @@ from cluster.saving.shards import (
 )
 from cluster.saving.unchanged import StoredChunks
 from storage.checkpoints.amax import AMAX_KEY
-from storage.checkpoints.checkpoint_files import INDEX_KEY, OWN_KEYS, SUFFIX, map_threads
+from storage.checkpoints.checkpoint_files import INDEX_KEY, OWN_KEYS, SINGLE_KEY, SUFFIX, map_threads
 from storage.checkpoints.manifest import (
     MANIFEST_KEY,
     MAX_MANIFEST_BYTES,
@@ -74,7 +74,6 @@ from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, chec
 from storage.stores.parts import MIN_PART_BYTES, CopiesParts, KeepsNoTags, KeepsTags, WritesParts
 from storage.stores.requests import RetryPolicy, with_retries
 
-ONE_FILE_KEY = "model.safetensors"
 _LOG = logging.getLogger("longshore.save")
 
 
@@ -137,7 +136,7 @@ def begin_save(
     manifest, info = published(store, policy)
     if has_other_weights(store, policy):
         raise SaveRefused(
-            f"the folder has a {ONE_FILE_KEY}, which transformers would load in the place of what is saved",
+            f"the folder has a {SINGLE_KEY}, which transformers would load in the place of what is saved",
             hint="name a new folder, or remove that file",
             uri=store.uri,
         )
@@ -199,7 +198,7 @@ def begin_save(
 def has_other_weights(store: ObjectStore, policy: RetryPolicy) -> bool:
     """Return whether a folder has the file that transformers would load in the place of what is saved."""
     try:
-        with_retries(lambda: store.stat(ONE_FILE_KEY), policy)
+        with_retries(lambda: store.stat(SINGLE_KEY), policy)
     except ObjectNotFound:
         return False
     return True

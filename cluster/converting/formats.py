@@ -24,7 +24,14 @@ from typing import Any
 from cluster.converting import dcp, deepspeed, megatron, rank_files
 from cluster.converting.source import PinnedStore, Source, SourceTensor, StoredPiece, other_files
 from cluster.errors import ConvertError
-from storage.checkpoints.checkpoint_files import HEADERS_KEY, INDEX_KEY, SUFFIX, map_threads, parse_weight_map
+from storage.checkpoints.checkpoint_files import (
+    HEADERS_KEY,
+    INDEX_KEY,
+    SINGLE_KEY,
+    SUFFIX,
+    map_threads,
+    parse_weight_map,
+)
 from storage.checkpoints.safetensors_header import MAX_ELEMENTS, Header, HeaderTensor, read_head
 from storage.errors import InvalidIndex
 from storage.problems import MAX_LISTED, Problems, quote
@@ -35,7 +42,6 @@ Listing = Mapping[str, ObjectInfo]
 SAFETENSORS = "safetensors"
 SHARDING_KEY = "DCP_SHARDING_INFO"  # of torch's HuggingFaceStorageWriter, in the header's metadata
 _MAX_INDEX_BYTES = 64 << 20
-_ONE_FILE_KEY = "model.safetensors"
 _ONE_OF_SET = re.compile(r"(?:shard-[0-9]+-)?(.+)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 
 
@@ -163,7 +169,7 @@ def _one_set(store: ObjectStore, listing: Listing, folder: str, problems: Proble
             model = (match[1], int(match[3])) if match else (name, 1)
             sets.setdefault(model, []).append(key)
             numbers.setdefault(model, set()).add(int(match[2]) if match else 1)
-    whole = [model for model in sets if model[0] == _ONE_FILE_KEY] or [model for model in sets if len(sets[model]) > 1]
+    whole = [model for model in sets if model[0] == SINGLE_KEY] or [model for model in sets if len(sets[model]) > 1]
     chosen = whole[0] if len(whole) == 1 else next(iter(sets))
     others = [quote(key) for model, keys in sets.items() if model != chosen for key in keys]
     if others:
