@@ -160,7 +160,7 @@ def save(
         scheduler: Also save the state of this scheduler, or of anything with `state_dict()`. That of rank 0 counts.
         extra_state: Also save these values by name: numbers, texts, lists, dicts, tensors. Those of rank 0 count.
         extra_files: Further files of the model, such as config.json: contents or paths by name, or a list of paths.
-            Those of rank 0 are written. Each is read once, at the begin of the save, and stays in memory until its end.
+            Those of rank 0 are written. Each is read once, when the save begins, and stays in memory until its end.
         since: Revision whose unchanged parts the store copies instead of getting them again: "latest", which is the
             one that is published there, or its revision. None, or the revision of another: send everything.
         keep_last: Number of revisions whose files stay, this one included. Older ones are removed when this one is
