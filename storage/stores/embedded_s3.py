@@ -10,8 +10,11 @@ the demo, laptops and tests, not for production. The child ends with the block, 
 
 from __future__ import annotations
 
+import base64
 import collections
 import ctypes
+import http.client
+import json
 import os
 import re
 import secrets
@@ -34,6 +37,8 @@ from storage.store_ref import Credentials
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _STARTED = re.compile(r"Starting s3 server on \[(http://[^/\]]+)/?\]")
+_CONTROLLED = re.compile(r"Serving remote control on http://([^/\s]+)")
+_REFRESH_S = 60.0
 _SECRET_LENGTH = 20  # characters; rclone refuses access keys shorter than 3 and secrets shorter than 8
 
 
@@ -73,6 +78,7 @@ class EmbeddedS3:
         self.secret_access_key = secret_access_key or secrets.token_hex(_SECRET_LENGTH)
         self.region = "us-east-1"
         self.endpoint_url = ""  # known once the child has bound its port
+        self._control_address = ""  # so is this one, where rclone takes orders from who has the keys
         self._log: collections.deque[str] = collections.deque(maxlen=50)
         self._process: subprocess.Popen[str] | None = None
         self._started = threading.Event()  # set when the server reports its address, and when it ends
@@ -108,12 +114,27 @@ class EmbeddedS3:
         return path
 
     def refresh(self) -> None:
-        """Make the server notice files that were added, changed or removed by hand since it last looked.
+        """Return when the server has looked at all its files again, because some were changed by hand.
 
-        Until then it serves the new bytes with the old ETag and size. rclone drops its cached listings on SIGHUP.
+        Until then it serves the new bytes with the old ETag and size. rclone has a signal for this as well, but stops
+        obeying it once an object that was the only one in its folder has been deleted (1.75.2).
+
+        Raises StoreUnavailable if it does not answer. A server that has ended is left alone.
         """
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGHUP)
+        if self._process is None or self._process.poll() is not None:
+            return
+        keys = base64.b64encode(f"{self.access_key_id}:{self.secret_access_key}".encode()).decode()
+        headers = {"Authorization": f"Basic {keys}", "Content-Type": "application/json"}
+        control = http.client.HTTPConnection(self._control_address, timeout=_REFRESH_S)
+        try:
+            control.request("POST", "/vfs/refresh", json.dumps({"recursive": "true"}), headers)
+            answer = control.getresponse().read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise StoreUnavailable("the embedded S3 server does not answer", hint="start a new one") from error
+        finally:
+            control.close()
+        if '"OK"' not in answer:
+            raise StoreUnavailable("the embedded S3 server did not look at its files again", answer=answer[:500])
 
     def close(self) -> None:
         """Stop the server and wait until it has ended. Idempotent."""
@@ -143,6 +164,8 @@ class EmbeddedS3:
         env = {name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")}
         env["RCLONE_CONFIG"] = os.devnull
         env["RCLONE_AUTH_KEY"] = f'"{self.access_key_id},{self.secret_access_key}"'
+        env |= {"RCLONE_RC": "true", "RCLONE_RC_ADDR": "127.0.0.1:0"}  # for `refresh`
+        env |= {"RCLONE_RC_USER": self.access_key_id, "RCLONE_RC_PASS": self.secret_access_key}
         try:
             self._process = subprocess.Popen(
                 command,
@@ -162,6 +185,8 @@ class EmbeddedS3:
         with self._process.stderr or open(os.devnull) as lines:
             for line in lines:
                 self._log.append(line.rstrip())
+                if found := _CONTROLLED.search(line):
+                    self._control_address = found[1]
                 if found := _STARTED.search(line):
                     self.endpoint_url = found[1]
                     self._started.set()

@@ -25,7 +25,7 @@ from tests.chaos.proxy import CredentialsFile
 from tests.chaos.strikes import NODES
 from tests.support.losable_nodes import LosableNodes, losable_nodes
 from tests.support.ray_clusters import CREDENTIALS_FILE, MIB, environment, eventually
-from tests.support.s3_servers import notice, s3_client
+from tests.support.s3_servers import s3_client
 
 KV_HEADS = 2
 CHUNK_BYTES = MIB
@@ -159,7 +159,7 @@ class Bench:
         if case.staying == "changed the manifest":
             with (in_bucket / MANIFEST_KEY).open("ab") as manifest:
                 manifest.write(b"\n")
-        notice(self.server, in_bucket)
+        self.server.refresh()
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from storage.errors import LongshoreError
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.chaos.judge import EXACT, LEAKED, REFUSED, WRONG
 from tests.support.counting_proxy import Answer, CountingProxy, Request, s3_refusal
-from tests.support.s3_servers import notice
 from tests.support.save_job import LAST_ROUND, Ended, run_jobs, small_files, small_tensors
 
 BUCKET = "chaos-saves"
@@ -280,7 +279,7 @@ def run_saves(cases: Sequence[SaveCase]) -> list[SaveOutcome]:
         running = [_Saving(case, base, folder, server) for case in cases]
         for one in running:
             stack.callback(one.close)
-        notice(server, bucket)
+        server.refresh()
         for number in range(2):
             jobs = [one.job(number) for one in running]
             for one, ended in zip(

@@ -16,7 +16,6 @@ from actors.links import COORDINATOR
 from tests.support.changed_models import changed_copy
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import Longshore, eventually
-from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel, is_exact, publish_to
 
 pytestmark = pytest.mark.slow
@@ -304,7 +303,7 @@ def test_damaged_bytes_end_an_update(
         whole[shard] = shard.read_bytes()
         old = (llama.folder / shard.name).read_bytes()
         shard.write_bytes(bytes(a ^ (8 if a != b else 0) for a, b in zip(whole[shard], old, strict=True)))
-    notice(damaged.server, damaged.in_bucket)
+    damaged.server.refresh()
     with loaded(llama) as model:
         with pytest.raises(cluster.UpdateFailed, match="not the published ones"):
             model.update(damaged.uri)
@@ -317,7 +316,7 @@ def test_damaged_bytes_end_an_update(
             model.update(damaged.uri)
         for shard, data in whole.items():
             shard.write_bytes(data)
-        notice(damaged.server, damaged.in_bucket)
+        damaged.server.refresh()
         report = model.update(damaged.uri)
         assert report.changed_bytes > 0.9 * model.report.model_bytes  # nothing that the ranks hold was trusted
         assert is_exact(model, next_llama)

@@ -14,7 +14,7 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.ray_clusters import Longshore
 from tests.support.reference_slices import shard_differs
-from tests.support.s3_servers import notice, s3_client
+from tests.support.s3_servers import s3_client
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def unpublished(s3_server: EmbeddedS3, tmp_path: Path, request: pytest.FixtureRe
     for path in sorted(tmp_path.iterdir()):
         (model.in_bucket / path.name).unlink()
     model.in_bucket.rmdir()
-    notice(s3_server, model.in_bucket.parent)
+    s3_server.refresh()
 
 
 def _flip(path: Path, at: int) -> None:

@@ -29,7 +29,6 @@ from tests.support.checkpoints import safetensors_bytes
 from tests.support.counting_proxy import CountingProxy, Request, s3_refusal
 from tests.support.local_node import Rank, local_node, plan_of, run_all
 from tests.support.reference_slices import torch_share
-from tests.support.s3_servers import notice
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +84,7 @@ def bucket(rclone: EmbeddedS3) -> str:
     folder = rclone.folder / "throttling"
     folder.mkdir()
     (folder / KEY).write_bytes(weights(500))
-    notice(rclone, folder)
+    rclone.refresh()
     return "throttling"
 
 

@@ -23,7 +23,6 @@ from storage.checkpoints.safetensors_header import encode_header
 from storage.store_ref import Credentials
 from tests.support.checkpoints import raw_header, safetensors_bytes, write_objects
 from tests.support.ray_clusters import GPUS_PER_NODE, TEST_SETTINGS, Longshore, eventually
-from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel
 
 WRONG_KEYS = Credentials(access_key_id="NOBODY", secret_access_key="not-the-secret-of-anybody")
@@ -117,7 +116,7 @@ def test_a_manifest_for_other_bytes(
     replaced = copy_of(llama)
     with (replaced.in_bucket / "model-00001-of-00003.safetensors").open("ab") as file:
         file.write(b"more")
-    notice(replaced.server, replaced.in_bucket)
+    replaced.server.refresh()
     with pytest.raises((cluster.ManifestMismatch, cluster.ObjectChanged)):
         cluster.load(replaced.uri, device="cpu", **replaced.options)
 

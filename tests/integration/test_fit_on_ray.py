@@ -22,7 +22,6 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.counting_proxy import CountingProxy
 from tests.support.planned_models import llama_shapes
 from tests.support.ray_clusters import Longshore, eventually
-from tests.support.s3_servers import notice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -46,10 +45,10 @@ def wide(s3_server: EmbeddedS3) -> Iterator[int]:
     with open(folder / "model.safetensors", "wb") as file:
         file.write(header)
         os.truncate(file.fileno(), len(header) + size_bytes)
-    notice(s3_server, folder)
+    s3_server.refresh()
     yield size_bytes
     shutil.rmtree(folder)
-    notice(s3_server, folder.parent)
+    s3_server.refresh()
 
 
 def _held(shard: Any) -> dict[str, int]:

@@ -12,7 +12,6 @@ from actors.links import COORDINATOR
 from cluster import client
 from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import Longshore, eventually, scrape
-from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -93,7 +92,7 @@ def test_failed_loads_and_lost_ranks_are_counted(
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    notice(damaged.server, damaged.in_bucket)
+    damaged.server.refresh()
     with pytest.raises(cluster.LongshoreError):
         cluster.load(damaged.uri, device="cpu", **damaged.options)
     eventually(lambda: total(scrape(url), "longshore_chunks_corrupt_total") > 0, "no corrupt chunk was counted")

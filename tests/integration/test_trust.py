@@ -16,7 +16,6 @@ from storage.publishing.signing import SIGNATURE_KEY
 from tests.support.checkpoints import safetensors_bytes, write_objects
 from tests.support.forged_chunk import forged
 from tests.support.ray_clusters import Longshore
-from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -63,12 +62,12 @@ def test_only_what_the_cluster_and_the_client_trust_is_loaded(
     cluster.sign(model.uri, ours.path, **model.options)
     with (model.in_bucket / MANIFEST_KEY).open("ab") as manifest:
         manifest.write(b"\n")
-    notice(model.server, model.in_bucket)
+    model.server.refresh()
     with pytest.raises(cluster.BadSignature):
         cluster.load(model.uri, device="cpu", config=Config(), **model.options)
     for name in (SIGNATURE_KEY, MANIFEST_KEY):
         (model.in_bucket / name).unlink()
-        notice(model.server, model.in_bucket)
+        model.server.refresh()
         with pytest.raises(cluster.ManifestUnsigned):
             cluster.load(model.uri, device="cpu", config=Config(), **model.options)
     assert not longshore.models()
@@ -89,7 +88,7 @@ def test_another_signed_model_is_not_loaded_as_this_one(
     cluster.load(model.uri, device="cpu", **model.options).release()
     shutil.rmtree(model.in_bucket)
     shutil.copytree(other.in_bucket, model.in_bucket)
-    notice(model.server, model.in_bucket)
+    model.server.refresh()
     with pytest.raises(cluster.SignedNameMismatch, match="signed_name='copy-1-"):
         cluster.load(model.uri, device="cpu", **model.options)
     name = other.uri.removeprefix("s3://models/")

@@ -18,7 +18,7 @@ from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
 from tests.support.checkpoints import flat_objects
 from tests.support.local_node import LocalNode, Rank, run_all, with_digests
-from tests.support.s3_servers import notice, server_ref
+from tests.support.s3_servers import server_ref
 
 KEY = "model.safetensors"
 CHUNK_BYTES = 64 << 10
@@ -38,7 +38,7 @@ class Bucket:
         self.server, self.name = server, name
         self.path = server.make_bucket(name) / KEY
         self.path.write_bytes(OBJECTS[KEY])
-        notice(server, self.path.parent)
+        server.refresh()
 
     @contextmanager
     def store(self, endpoint_url: str, read_timeout_s: float = READ_TIMEOUT_S) -> Iterator[ObjectStore]:
@@ -63,7 +63,7 @@ class Bucket:
             fresh = self.path.with_suffix(".new")
             fresh.write_bytes(data)
             fresh.replace(self.path)
-        notice(self.server, self.path.parent)
+        self.server.refresh()
 
 
 def run(node: LocalNode, plan: LoadPlan, store: ObjectStore) -> tuple[list[Rank], NodeReport]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,19 +12,15 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from storage.errors import StoreError
 from storage.store_ref import StoreRef, parse_uri
 from storage.stores.embedded_s3 import EmbeddedS3
-from storage.stores.object_store import ObjectStore
-from storage.stores.open_store import open_store
-from tests.support.ray_clusters import eventually
 
 START_S = 120.0  # on however slow a machine
 
 
 @pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
-    """rclone over an empty folder: `server.folder / bucket / key` are its objects (`notice` after changes by hand)."""
+    """rclone over an empty folder: `server.folder / bucket / key` are its objects (`refresh` after changes by hand)."""
     with EmbeddedS3(tmp_path_factory.mktemp("rclone"), start_timeout_s=START_S) as server:
         yield server
 
@@ -64,30 +59,3 @@ def write_credentials(file: Path, key_id: str, secret: str, token: str = "") -> 
 def server_ref(server: Any, path: str) -> StoreRef:
     """The ref of `s3://<path>` on that server."""
     return parse_uri(f"s3://{path}", endpoint_url=server.endpoint_url, region="us-east-1", environ={})
-
-
-def notice(server: EmbeddedS3, folder: Path) -> None:
-    """Returns when the server has noticed what was changed by hand in this folder of it, a bucket or one below.
-
-    `EmbeddedS3.refresh` is a signal, which is obeyed some time later. A folder's files are looked at together: once a
-    file made after the changes is seen, so are they.
-    """
-    marker = f"noticed-{uuid.uuid4().hex}"
-    (folder / marker).touch()
-    ref = server_ref(server, str(folder.relative_to(server.folder)))
-    with closing(open_store(ref, server.credentials())) as store:
-
-        def is_seen() -> bool:
-            server.refresh()  # again: a listing that is under way may be older than the file
-            return _is_seen(store, marker)
-
-        eventually(is_seen, f"{server.endpoint_url} does not look at {folder} again", timeout_s=30)
-        store.delete(marker)  # by the server, so that it knows
-
-
-def _is_seen(store: ObjectStore, key: str) -> bool:
-    try:
-        store.stat(key)
-    except StoreError:  # also while a new folder is not known
-        return False
-    return True

@@ -20,7 +20,7 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects
 from tests.support.ray_clusters import CREDENTIALS_FILE
 from tests.support.reference_slices import shard_differs
-from tests.support.s3_servers import START_S, notice, write_credentials
+from tests.support.s3_servers import START_S, write_credentials
 
 CHUNK_BYTES = 1 << 20
 HEADS, KV_HEADS = 8, 2
@@ -137,13 +137,13 @@ def copy_of(request: pytest.FixtureRequest) -> Iterator[Callable[[StoredModel], 
         twin = StoredModel(f"s3://models/{name}", model.folder, model.server)
         shutil.copytree(model.in_bucket, twin.in_bucket)
         copies.append(twin)
-        notice(twin.server, twin.in_bucket)
+        twin.server.refresh()
         return twin
 
     yield copy
     for twin in copies:
         shutil.rmtree(twin.in_bucket)
-        notice(twin.server, twin.in_bucket.parent)
+        twin.server.refresh()
 
 
 def is_exact(model: Any, stored: StoredModel, tensor_parallel_size: int = 2, replicas: int = 1) -> bool:

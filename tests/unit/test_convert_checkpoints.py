@@ -32,7 +32,7 @@ from storage.stores.object_store import ByteRange, MemoryStore, read_bytes
 from storage.stores.open_store import open_store
 from tests.support.counting_proxy import CountingProxy, Request, s3_refusal
 from tests.support.faulty_stores import WrappedStore
-from tests.support.s3_servers import make_bucket, notice, server_ref
+from tests.support.s3_servers import make_bucket, server_ref
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -394,7 +394,7 @@ def test_planning_repeats_requests_that_were_refused(rclone: EmbeddedS3, tmp_pat
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     else:
         cluster.save(state(), folder)
-    notice(rclone, rclone.folder / bucket)
+    rclone.refresh()
     with RefusesEachOnce(rclone.endpoint_url) as proxy:
         server = {"endpoint_url": proxy.endpoint_url, "credentials": rclone.credentials(), "region": "us-east-1"}
         plan = cluster.convert(f"s3://{bucket}/in", tmp_path / "out", dry_run=True, progress=False, **server)

@@ -24,7 +24,7 @@ from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
 from storage.problems import Problems
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.local import LocalStore
-from tests.support.s3_servers import make_bucket, notice
+from tests.support.s3_servers import make_bucket
 from tests.support.trainer_checkpoints import assemble
 
 NAMES = ["zero1-bf16", "zero1-fp32", "zero2-bf16", "zero3-bf16", "zero3-fp32"]
@@ -109,7 +109,7 @@ def test_published_model_has_the_weights(deepspeed_checkpoints: Path, tmp_path: 
 def test_checkpoint_in_a_bucket_is_converted(deepspeed_checkpoints: Path, rclone: EmbeddedS3, tmp_path: Path) -> None:
     make_bucket(rclone, "trained")
     shutil.copytree(deepspeed_checkpoints / "zero3-fp32", rclone.folder / "trained" / "run")
-    notice(rclone, rclone.folder / "trained")
+    rclone.refresh()
     server = {"endpoint_url": rclone.endpoint_url, "credentials": rclone.credentials(), "region": "us-east-1"}
     cluster.convert("s3://trained/run", "s3://trained/model", **server)
     (file,) = (rclone.folder / "trained" / "model").glob("*.safetensors")

@@ -480,7 +480,6 @@ def test_the_real_checkpoint_is_copied_and_verified(minilm_shards: Path, tmp_pat
     from storage.store_ref import parse_uri
     from storage.stores.embedded_s3 import EmbeddedS3
     from storage.stores.open_store import open_store
-    from tests.support.s3_servers import notice
 
     source = open_store(parse_uri(str(minilm_shards)))
     (tmp_path / "models").mkdir()
@@ -495,7 +494,7 @@ def test_the_real_checkpoint_is_copied_and_verified(minilm_shards: Path, tmp_pat
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-        notice(server, path.parent)
+        server.refresh()
         found = verify(dest)
         assert not found.ok
         (bad,) = found.bad_chunks
