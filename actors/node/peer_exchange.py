@@ -16,9 +16,9 @@ a process on a busy machine starts seconds after the others. It has BEGIN_PATIEN
 
 A node that is far slower than the others says so to those that ask, and they leave it out for a while: SLOW_S, and
 each time twice as long as before. It is slow in sending if it gets chunks from others twice as fast as it sends them,
-though others wait in line. It is slow in receiving if a waiting node is far ahead of it and gets further ahead, or
-still is many chunks later. If only the store is slow for it, it takes back its own reads of the store, and reads these
-chunks from the nodes that others ask in its place.
+though others wait in line. It is slow in receiving if for a second or more a waiting node is far ahead of it, and gets
+further ahead or still is many chunks later. If only the store is slow for it, it takes back its own reads of the
+store, and reads these chunks from the nodes that others ask in its place.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not
 CATCH_UP = 64  # chunks in which a node that began late must catch up
 PAUSE = 16  # after so many chunks without a waiting node that is far ahead, this one has caught up
 FALLS_BACK = 32  # chunks by which a slow node's distance from another one grows
+BEHIND_S = 1.0  # a node that was far behind for less than this is not slow: its machine was busy for a moment
 SLOW_S = 10.0  # a slow node refuses the others of its load so long, and each time twice as long as the time before
 # Instead of PATIENCE_S, while other chunks find no room: for nodes that are silent, behind the others, or far beyond
 # the chunk. A node that is ahead of all others by half a window must not take them for late.
@@ -123,8 +124,9 @@ class PeerExchange:
         self._come_s = math.inf  # when the last one came
         self._given = 0  # times that another node has read a chunk, or has stopped
         self._full_at: tuple[int, int] | None = None  # (received, given) when the line of requests became long
-        # While nodes that are far ahead wait here: (`_come` at first, `_come` at last, how far one was ahead at least).
-        self._behind: tuple[int, int, float] | None = None
+        # While nodes that are far ahead wait here: (when they began to, `_come` at first, `_come` at last, how far one
+        # was ahead at least).
+        self._behind: tuple[float, int, int, float] | None = None
         self._stays_behind = False  # this node did not catch up with them
         self._slow_until_s, self._slow_s = 0.0, SLOW_S
 
@@ -265,7 +267,7 @@ class PeerExchange:
             return NoChunk.MISSING if cached is None else NoChunk.COMING
         if self._has_handed_over(chunk):
             return NoChunk.TOO_SLOW
-        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._is_behind(asker, chunk):
+        if compares and self._queue.state(chunk) is ChunkState.PENDING and self._is_behind(asker, chunk, now_s):
             self._refuse_others(now_s)
             return NoChunk.TOO_SLOW
         self._late.discard(node_id)
@@ -295,7 +297,7 @@ class PeerExchange:
                 self._refuse_others(now_s)
         return now_s < self._slow_until_s
 
-    def _is_behind(self, asker: Asker, chunk: int) -> bool:
+    def _is_behind(self, asker: Asker, chunk: int, now_s: float) -> bool:
         """Return whether this node is far behind the asker, which wants that chunk, and does not catch up.
 
         Nodes may need different parts of the model. So it counts what they have, and how far away the chunk is. Among
@@ -305,11 +307,12 @@ class PeerExchange:
         ahead_chunks = (self._queue.share_left - (asker.share_left or 0.0)) * self._needed_chunks
         if min(ahead_chunks, self._queue.fresh_before(chunk)) <= self._most_asked:  # so far ahead it does not notice
             return False
-        first, last, least_chunks = self._behind or (self._come, self._come, ahead_chunks)
+        since_s, first, last, least_chunks = self._behind or (now_s, self._come, self._come, ahead_chunks)
         if self._come - last >= PAUSE:
-            first, least_chunks = self._come, ahead_chunks
-        self._behind = first, self._come, min(least_chunks, ahead_chunks)
-        self._stays_behind |= self._come - first >= CATCH_UP or ahead_chunks - least_chunks >= FALLS_BACK
+            since_s, first, least_chunks = now_s, self._come, ahead_chunks
+        self._behind = since_s, first, self._come, min(least_chunks, ahead_chunks)
+        falls_back = self._come - first >= CATCH_UP or ahead_chunks - least_chunks >= FALLS_BACK
+        self._stays_behind |= falls_back and now_s - since_s >= BEHIND_S
         return self._stays_behind
 
     def _refuse_others(self, now_s: float) -> None:
