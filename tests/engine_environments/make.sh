@@ -5,7 +5,7 @@
 # from this checkout. One that is there already and was made of the same list stays; when pyproject.toml has changed,
 # Longshore is installed anew. Ends with 3 when a package cannot be had here: tests of that engine then skip. A list that
 # begins with "# On top of the environment of" is installed without dependencies, and without Longshore: everything else
-# comes from the environment of $PYTHON.
+# comes from that environment, which is vLLM's, made if it is not there, or the one of $PYTHON.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 name="$1"
@@ -13,16 +13,20 @@ list="tests/engine_environments/$name.txt"
 venv=".venv-$name"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
 if grep -q '^# On top of the environment of' "$list"; then
-  cmp -s "$list" "$venv/.made" && exit 0
+  if grep -q '^# On top of the environment of vLLM' "$list"; then
+    tests/engine_environments/make.sh vllm
+    PYTHON="$PWD/.venv-vllm/bin/python"
+  fi
+  base="$("${PYTHON:-python3}" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  cmp -s <(echo "$base"; cat "$list") "$venv/.made" && exit 0
   rm -rf "$venv"
   "${PYTHON:-python3}" -m venv --without-pip "$venv"
-  base="$("${PYTHON:-python3}" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   echo "$base" > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/longshore_base.pth"
   if ! "${pip[@]}" install --no-deps --no-build-isolation -r "$list"; then
     rm -rf "$venv"
     exit 3
   fi
-  cp "$list" "$venv/.made"
+  (echo "$base"; cat "$list") > "$venv/.made"
   exit 0
 fi
 if ! cmp -s "$list" "$venv/.made"; then

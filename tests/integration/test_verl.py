@@ -27,9 +27,7 @@ SCRIPT = REPOSITORY / "tests/support/verl_run.py"
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHON", str(python_of("vllm")))
-        return python_of("verl")
+    return python_of("verl")
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,8 @@ CHANGED = ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")  # 5 % of
 
 def python_of(name: str) -> Path:
     """Return the interpreter of an engine's environment, which is made if it is not there."""
-    done = subprocess.run([REPOSITORY / "tests/engine_environments/make.sh", name], timeout=1500, check=False)
+    script, variables = REPOSITORY / "tests/engine_environments/make.sh", {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([script, name], env=variables, timeout=1500, check=False)
     if done.returncode == 3:
         pytest.skip(f"what {name}.txt lists cannot be installed here")
     assert done.returncode == 0

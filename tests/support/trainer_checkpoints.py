@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from numpy.typing import NDArray
 from cluster.converting.reshaping import strides_of
 from cluster.converting.source import SourceTensor
 from storage.checkpoints.safetensors_header import DTYPE_BITS
+from tests.support.engines import REPOSITORY, python_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
@@ -42,20 +40,8 @@ def megatron_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@cache
-def _python() -> Path | None:
-    """Return the interpreter of the environment; None when its packages cannot be had here."""
-    script = REPOSITORY / "tests/engine_environments/make.sh"
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run([script, "trainers"], env=environment, timeout=600, check=False)
-    assert done.returncode in (0, 3)
-    return None if done.returncode else REPOSITORY / ".venv-trainers/bin/python"
-
-
 def _run(script: str, *arguments: str) -> None:
-    python = _python()
-    if python is None:
-        pytest.skip("DeepSpeed and Megatron-Core cannot be installed here")
+    python = python_of("trainers")
     command = [python, "-W", "ignore", REPOSITORY / "tests/support" / script, *arguments]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
