@@ -1,4 +1,5 @@
-"""vLLM on the CPU with the load format "longshore", beside vLLM's own loader: the same tokens, each byte read once.
+"""vLLM on the CPU with the load format "longshore": the tokens of transformers, or of vLLM's own loader, and each byte
+read once.
 
 Alone, and in a replica of Ray Serve LLM.
 
@@ -30,7 +31,7 @@ from cluster import client
 from cluster.joining.connection import disconnect
 from cluster.small_files import SOURCE_KEY
 from tests.support.counting_proxy import CountingProxy
-from tests.support.engines import REPOSITORY, bytes_read, chunks_read, config_folder, python_of, variables_of
+from tests.support.engines import REPOSITORY, bytes_read, chunks_read, config_folder, python_of, tokens_of, variables_of
 from tests.support.free_ports import free_ports
 from tests.support.hf_models import make_tiny
 from tests.support.quantized_models import Grouped
@@ -124,7 +125,7 @@ def stored(server: Any, folder: Path, family: str, **more: int) -> StoredModel:
 
 
 def check_tokens(engine: Engine, server: Any, folder: Path, family: str, split: Mapping[str, Any]) -> None:
-    """Compare with vLLM's own loader, and count what the store is asked for."""
+    """Compare with transformers, and count what the store is asked for."""
     model, ranks = stored(server, folder / family, family), 2 if split else 1
     with CountingProxy(server.endpoint_url) as proxy:
         store = {"AWS_ENDPOINT_URL": proxy.endpoint_url, "AWS_DEFAULT_REGION": server.region}
@@ -135,17 +136,15 @@ def check_tokens(engine: Engine, server: Any, folder: Path, family: str, split: 
     assert len(engine.read_bytes) == ranks
     assert model_bytes * 0.9 < sum(engine.read_bytes) <= model_bytes * 1.1  # norms are read by every rank
     assert max(engine.read_bytes) <= model_bytes * (1 if ranks == 1 else 0.55)
-    assert ours == engine.tokens(folder / family, "auto", split)
+    assert ours == tokens_of(folder / family)
 
 
 @pytest.mark.parametrize(
     ("family", "split"),
-    [
-        *[pytest.param(family, {}, id=f"{family}-alone") for family in sorted(MODELS)],
-        *[pytest.param(family, TENSOR, id=f"{family}-tensor") for family in sorted(MODELS)],
-    ],
+    [("llama", {}), ("phi3", TENSOR), ("qwen3_moe", TENSOR)],
+    ids=["alone", "fused-weights-tensor", "experts-tensor"],
 )
-def test_tokens_are_those_of_vllms_own_loader(
+def test_tokens_are_those_of_transformers(
     engine: Engine, s3_server: Any, tmp_path: Path, family: str, split: dict[str, Any]
 ) -> None:
     check_tokens(engine, s3_server, tmp_path, family, split)
@@ -452,7 +451,7 @@ def test_a_completion_of_ray_serve_llm(engine: Engine, s3_server: Any, tmp_path:
                 os.killpg(served.pid, signal.SIGKILL)
         weights = chunks_read(proxy)
     (choice,) = answer["choices"]
-    assert choice["token_ids"] == engine.tokens(folder, "auto")
+    assert choice["token_ids"] == tokens_of(folder)
     assert choice["text"].split() == [f"t{token}" for token in choice["token_ids"]]
     assert len(weights) == len(set(weights)) > 0
     assert not list(tmp_path.glob("hub/**/*.safetensors"))
