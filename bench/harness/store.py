@@ -140,7 +140,7 @@ http {{
   tcp_nodelay on;
   keepalive_timeout 300;
   keepalive_requests 100000000;
-  open_file_cache max=1000;
+  open_file_cache max=1000 inactive=5s;  # a file that was removed keeps its memory until it is closed
   server {{
     {" ".join(listen)}
     root {root};
