@@ -18,7 +18,7 @@ from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.stored_models import StoredModel, is_exact, publish_to
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 RANKS = 2
 

@@ -263,6 +263,7 @@ with cluster.load(sys.argv[1], tensor_parallel_size=2, device="cpu"):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nodes_of_a_real_cluster_try_each_other(tmp_path: Path) -> None:
     (port,) = free_ports(1)
