@@ -160,16 +160,18 @@ class ReaderGroup:
         """Drop expectations because the reader gets no slot for the `wanted` chunk. Return them as (reader, chunk).
 
         Those on chunks in `kept`, which the arena keeps besides, go first. If there are none, those that were returned
-        go. Then goes the last that the reader itself expects, if it is the one that needs the chunk. Then go those of
-        idle readers, with what these asked for and were not `granted`. A reader in `waiting` lives and has nothing to
-        read: it is not idle if it asked for chunks.
+        go, one at a time but for those that lie behind their readers. Then goes the last that the reader itself
+        expects, if it is the one that needs the chunk. Then go those of idle readers, with what these asked for and
+        were not `granted`. A reader in `waiting` lives and has nothing to read: it is not idle if it asked for chunks.
         """
         cheap = set(kept)
         found = [(rank, chunk) for rank, chunks in self._expected.items() for chunk in chunks & cheap]
         if not found:
-            found = list(self._returned)
-        if not found and wanted in self._admitted[rank] and self._expected[rank]:
-            found = [(rank, max(self._expected[rank]))]
+            found = [(rank, chunk) for rank, chunk in self._returned if chunk < min(self._admitted[rank], default=0)]
+        if not found:
+            found = self._last({chunk for _, chunk in self._returned})
+        if not found and wanted in self._admitted[rank]:
+            found = self._last(self._expected[rank])
         if not found:
             idle = [
                 rank
@@ -185,6 +187,11 @@ class ReaderGroup:
         for rank, chunk in found:
             self._settle(rank, chunk)
         return sorted(found)
+
+    def _last(self, chunks: set[int]) -> list[tuple[int, int]]:
+        """Return all expectations on the last of these chunks whose slot is free without them."""
+        free = chunks.difference(*self._admitted.values())
+        return [(rank, max(free)) for rank, expected in self._expected.items() if free and max(free) in expected]
 
     def drop_returned(self) -> list[tuple[int, int]]:
         """Drop what was returned unread, because another load needs slots. Return it as (reader, chunk)."""

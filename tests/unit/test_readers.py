@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 import pytest
@@ -125,6 +126,31 @@ def test_a_reader_that_waits_loses_the_last_chunk_that_it_expects():
     assert readers.drop(1, 4, [], NOTHING, 0.0) == []  # it would fetch this one for others
     assert readers.drop(1, 0, [], NOTHING, 0.0) == [(1, 3)]
     assert readers.drop(0, 5, [], NOTHING, 0.0) == []
+
+
+def test_a_chunk_that_another_reader_has_in_hand_is_not_given_up_for_a_slot():
+    readers = group(3)
+    for chunk in (1, 2, 3):
+        readers.ask(0, chunk)
+    for chunk in readers.admit(0):
+        readers.asked(0, chunk, 0.0)
+    readers.ask(1, 0)
+    readers.admit(1)
+    assert readers.drop(1, 0, [], NOTHING, 0.0) == []  # each slot is reader 0's
+    readers.read(0, 2, 0.0)
+    assert readers.drop(1, 0, [], NOTHING, 0.0) == [(1, 2), (2, 2)]  # so that a slot is free at once
+
+
+def test_what_was_returned_goes_piece_by_piece_but_for_what_lies_behind():
+    readers = group(2)
+    for chunk in (0, 1, 4, 5):
+        readers.asked(1, chunk, 0.0)
+        readers.read(0, chunk, 0.0)
+        readers.returned(1, chunk)
+    readers.ask(1, 3)
+    readers.admit(1)
+    found = [readers.drop(0, 2, [], NOTHING, 0.0) for _ in range(4)]
+    assert found == [[(1, 0), (1, 1)], [(1, 5)], [(1, 4)], []]
 
 
 def test_idle_readers_lose_their_chunks_when_slots_are_short():
@@ -347,6 +373,51 @@ def test_readers_that_begin_later_cause_no_second_read(late: int):
         here.node.time_passes(PATIENCE_S / 200)
     assert at == [64, 64, 64]
     assert here.fetched == 64
+    here.close()
+
+
+def chunks_of_ranks(ranks: int, tensors: int, size: int) -> list[list[int]]:
+    """Return the chunks that each rank of an engine reads: of two tensors its rows, of the third all, and so on."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    rows = size // ranks
+    for tensor in range(tensors):
+        for rank, chunks in enumerate(found):
+            first, end = (0, size) if tensor % 3 == 2 else (rank * rows, min(size, (rank + 1) * rows + 1))
+            chunks.extend(range(tensor * size + first, tensor * size + end))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "seed"), [(2, 46, 0), (3, 12, 4), (3, 12, 16), (4, 12, 10), (4, 46, 1), (4, 46, 14)]
+)
+def test_ranks_that_skip_different_chunks_never_stop(ranks: int, slots: int, seed: int):
+    """They read ahead, begin one after the other, and are fast and slow in turns. The window is full all the time."""
+    random = Random(seed)
+    lists = chunks_of_ranks(ranks, tensors=20, size=12)
+    here = Group(slots=slots, chunks=240, readers=ranks)
+    at, ahead = [0] * ranks, max(2, min(15, slots // (ranks + 1)))
+    speeds = [random.choice([0.3, 1, 1, 3]) for _ in range(ranks)]
+    begins = [0] + [random.choice([0, 0, 5, 40]) for _ in range(ranks - 1)]
+    random.shuffle(begins)
+    for turn in range(3000):
+        for rank in random.sample(range(ranks), ranks):
+            reader, chunks = here.all[rank], lists[rank]
+            if random.random() < 0.02:
+                speeds[rank] = random.choice([0.0, 0.3, 1, 1, 3])
+            whole, rest = divmod(speeds[rank], 1)
+            for _ in range((int(whole) + (random.random() < rest)) * (turn >= begins[rank])):
+                reader.state.want(chunks[at[rank] : at[rank] + ahead])
+                if at[rank] == len(chunks) or not reader.read(chunks[at[rank]]):
+                    break
+                reader.end_reads()
+                reader.state.give_back([chunks[at[rank]]], here.node.now_s)
+                following = [*chunks[at[rank] + 1 : at[rank] + 2], 240]
+                reader.state.pass_by(chunks[at[rank]] + 1, following[0])
+                at[rank] += 1
+            reader.take_turn()
+        here.node.time_passes(0.01)
+    assert at == [len(chunks) for chunks in lists]
+    assert here.fetched < 1.5 * 240
     here.close()
 
 
