@@ -34,9 +34,10 @@ def last_state(longshore: Longshore) -> str:
 
 
 @pytest.fixture
-def gate(longshore: Longshore, llama: StoredModel) -> Iterator[GatedProxy]:
+def gate(longshore: Longshore, llama: StoredModel, request: pytest.FixtureRequest) -> Iterator[GatedProxy]:
     """The store, through a gate that lets five ranges pass; the arenas are empty."""
-    longshore.configure(empty=True)
+    marked = request.node.get_closest_marker("cluster_settings")
+    longshore.configure(empty=True, **(marked.kwargs if marked else {}))
     with GatedProxy(llama.server.endpoint_url, ranges=5) as proxy:
         yield proxy
 
