@@ -437,6 +437,7 @@ def test_strangers_keep_no_node_out(shelf: Shelf, client: PeerClient):
         assert read(client, peer_of(server)) == shelf.data
         assert strangers[0].recv(1) == b""
         strangers += [stack.enter_context(socket.create_connection(address, timeout=5)) for _ in range(5)]
+        assert strangers[-3].recv(1) == b""  # the last takes its place
         eventually(lambda: server.connections == 2, "there are more than may be")
         assert read(client, peer_of(server), ByteRange(0, 1)) == shelf.data[:1]
         assert strangers[-2].recv(1) == b""
