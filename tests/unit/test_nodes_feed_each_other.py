@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from actors.node import peer_exchange
 from actors.node_agent import NodeAgent
 from actors.rank import chunk_fetcher
 from cluster.messages import Members, NodePeer, OlderLoad
@@ -80,7 +81,9 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes_of(tmp_path: Path) -> Iterator[Any]:
+def nodes_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    # None of these nodes is slow, though they may get no processor for seconds.
+    monkeypatch.setattr(peer_exchange, "BEHIND_S", 60.0)
     write_tiny_llama(tmp_path / "llama")
     objects = read_objects(tmp_path / "llama")
     with ExitStack() as stack:
