@@ -14,11 +14,11 @@ A chunk waits a few seconds for nodes that have not asked for it. Then they are 
 they ask for something that is still to come. A node that has neither asked for a chunk nor sent one may not have begun:
 a process on a busy machine starts seconds after the others. It has BEGIN_PATIENCE_S.
 
-A node that is far slower than the others says so to those that ask, and they leave it out for a while: SLOW_S, and
-each time twice as long as before. It is slow in sending if it gets chunks from others twice as fast as it sends them,
-though others wait in line. It is slow in receiving if for a second or more a waiting node is far ahead of it, and gets
-further ahead or still is many chunks later. If only the store is slow for it, it takes back its own reads of the
-store, and reads these chunks from the nodes that others ask in its place.
+A node that is far slower than the others for BUSY_S says so to those that ask, and they leave it out for a while:
+SLOW_S, and each time twice as long as before. It is slow in sending if it gets chunks from others twice as fast as it
+sends them, though others wait in line. It is slow in receiving if a waiting node is far ahead of it, and gets further
+ahead or still is many chunks later. If only the store is slow for it, it takes back its own reads of the store, and
+reads these chunks from the nodes that others ask in its place.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PATIENCE_S = 5.0  # a chunk stays in the window this long for nodes that did not
 CATCH_UP = 64  # chunks in which a node that began late must catch up
 PAUSE = 16  # after so many chunks without a waiting node that is far ahead, this one has caught up
 FALLS_BACK = 32  # chunks by which a slow node's distance from another one grows
-BEHIND_S = 1.0  # a node that was far behind for less than this is not slow: its machine was busy for a moment
+BUSY_S = 1.0  # a node that looked slow for less than this is not: its machine was busy for a moment
 SLOW_S = 10.0  # a slow node refuses the others of its load so long, and each time twice as long as the time before
 # Instead of PATIENCE_S, while other chunks find no room: for nodes that are silent, behind the others, or far beyond
 # the chunk. A node that is ahead of all others by half a window must not take them for late.
@@ -123,7 +123,8 @@ class PeerExchange:
         self._chunk_s = 0.0  # mean time from one chunk to the next, while there is room
         self._come_s = math.inf  # when the last one came
         self._given = 0  # times that another node has read a chunk, or has stopped
-        self._full_at: tuple[int, int] | None = None  # (received, given) when the line of requests became long
+        # When the line of requests became long: (that time, `_received`, `_given`).
+        self._full_at: tuple[float, int, int] | None = None
         # While nodes that are far ahead wait here: (when they began to, `_come` at first, `_come` at last, how far one
         # was ahead at least).
         self._behind: tuple[float, int, int, float] | None = None
@@ -291,8 +292,9 @@ class PeerExchange:
         if len(self._reading) < LONG_LINE:
             self._full_at = None
         else:
-            received, given = self._full_at = self._full_at or (self._received, self._given)
-            if self._received - received >= 2 * (self._given - given + LONG_LINE):
+            since_s, received, given = self._full_at = self._full_at or (now_s, self._received, self._given)
+            gets_more = self._received - received >= 2 * (self._given - given + LONG_LINE)
+            if gets_more and now_s - since_s >= BUSY_S:
                 self._full_at = None
                 self._refuse_others(now_s)
         return now_s < self._slow_until_s
@@ -312,7 +314,7 @@ class PeerExchange:
             since_s, first, least_chunks = now_s, self._come, ahead_chunks
         self._behind = since_s, first, self._come, min(least_chunks, ahead_chunks)
         falls_back = self._come - first >= CATCH_UP or ahead_chunks - least_chunks >= FALLS_BACK
-        self._stays_behind |= falls_back and now_s - since_s >= BEHIND_S
+        self._stays_behind |= falls_back and now_s - since_s >= BUSY_S
         return self._stays_behind
 
     def _refuse_others(self, now_s: float) -> None:

@@ -81,9 +81,7 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    # None of these nodes is slow, though they may get no processor for seconds.
-    monkeypatch.setattr(peer_exchange, "BEHIND_S", 60.0)
+def nodes_of(tmp_path: Path) -> Iterator[Any]:
     write_tiny_llama(tmp_path / "llama")
     objects = read_objects(tmp_path / "llama")
     with ExitStack() as stack:
@@ -127,7 +125,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("slots", [8, 100])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_store_sends_each_byte_once(nodes_of: Any, layout: str, slots: int):
+def test_the_store_sends_each_byte_once(nodes_of: Any, layout: str, slots: int, monkeypatch: pytest.MonkeyPatch):
+    for name in ("BUSY_S", "PATIENCE_S", "PRESSED_PATIENCE_S"):  # a node may get no processor for seconds
+        monkeypatch.setattr(peer_exchange, name, 60.0)
     nodes = nodes_of(*LAYOUTS[layout], slots)
     reports = nodes.load()
     check_read_once(nodes, reports)

@@ -10,7 +10,7 @@ import pytest
 from actors.node.chunk_flow import ChunkKeys
 from actors.node.peer_exchange import (
     BEGIN_PATIENCE_S,
-    BEHIND_S,
+    BUSY_S,
     CATCH_UP,
     FALLS_BACK,
     LONG_LINE,
@@ -120,8 +120,9 @@ def test_a_node_that_gets_more_than_it_sends_says_that_it_is_slow(node: Node) ->
     node.get_from_others(2 * LONG_LINE - 1)
     assert node.take(node.to_come()) is NoChunk.COMING
     node.get_from_others(1)
-    assert node.take(node.to_come()) is NoChunk.TOO_SLOW
-    assert node.take(node.to_come(), Asker("node-1")) is NoChunk.COMING  # who asks nobody else
+    assert node.take(node.to_come(), now_s=BUSY_S - 0.1) is NoChunk.COMING
+    assert node.take(node.to_come(), now_s=BUSY_S) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come(), Asker("node-1"), BUSY_S) is NoChunk.COMING  # who asks nobody else
     assert node.take(node.to_come(), Asker("other"), SLOW_S - 1) is not NoChunk.TOO_SLOW  # of a later load
 
 
@@ -143,11 +144,11 @@ def test_a_node_is_not_slow_for_ever(node: Node) -> None:
     held = line_up(node)
     assert node.take(node.to_come()) is NoChunk.COMING
     node.get_from_others(2 * LONG_LINE)
-    assert node.take(node.to_come()) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come(), now_s=BUSY_S) is NoChunk.TOO_SLOW
     for chunk, cached in held:
         node.exchange.given(chunk, cached, AGENT, f"peer-{chunk}", "node-1", received=True)
-    assert node.take(node.to_come(), now_s=SLOW_S - 0.1) is NoChunk.TOO_SLOW
-    assert node.take(node.to_come(), now_s=SLOW_S) is NoChunk.COMING
+    assert node.take(node.to_come(), now_s=BUSY_S + SLOW_S - 0.1) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come(), now_s=BUSY_S + SLOW_S) is NoChunk.COMING
 
 
 def test_a_node_that_stays_far_behind_says_that_it_is_slow(node: Node) -> None:
@@ -157,8 +158,8 @@ def test_a_node_that_stays_far_behind_says_that_it_is_slow(node: Node) -> None:
         assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
     node.get(1)
     assert node.take(node.to_come(), Asker("node-1")) is NoChunk.COMING
-    assert node.take(node.to_come(), HALF_DONE, BEHIND_S - 0.1) is NoChunk.COMING  # its machine may be busy
-    assert node.take(node.to_come(), HALF_DONE, BEHIND_S) is NoChunk.TOO_SLOW
+    assert node.take(node.to_come(), HALF_DONE, BUSY_S - 0.1) is NoChunk.COMING  # its machine may be busy
+    assert node.take(node.to_come(), HALF_DONE, BUSY_S) is NoChunk.TOO_SLOW
 
 
 def test_a_node_that_catches_up_is_waited_for(node: Node) -> None:
@@ -167,16 +168,16 @@ def test_a_node_that_catches_up_is_waited_for(node: Node) -> None:
         node.get(PAUSE)  # and nobody who is far ahead waits
     assert node.take(node.to_come(), Asker("node-1", 1 - 3 * PAUSE / CHUNKS)) is NoChunk.COMING
     node.get(CATCH_UP)
-    assert node.take(node.to_come(), HALF_DONE, 2 * BEHIND_S) is NoChunk.COMING  # the count begins anew
+    assert node.take(node.to_come(), HALF_DONE, 2 * BUSY_S) is NoChunk.COMING  # the count begins anew
 
 
 def test_a_node_that_falls_back_says_that_it_is_slow_and_each_time_for_longer(node: Node) -> None:
     assert node.take(node.to_come(), HALF_DONE) is NoChunk.COMING
     ahead = [Asker("node-2", 0.5 - chunks / CHUNKS) for chunks in (FALLS_BACK - 1, FALLS_BACK)]
     to_come = max(chunk for chunk in range(CHUNKS) if "node-2" in node.routes.askers(chunk))
-    assert node.take(to_come, ahead[1], BEHIND_S - 0.1) is NoChunk.COMING
-    assert [node.take(to_come, asker, BEHIND_S) for asker in ahead] == [NoChunk.COMING, NoChunk.TOO_SLOW]  # whoever
-    once_s, twice_s = BEHIND_S + SLOW_S, BEHIND_S + 3 * SLOW_S
+    assert node.take(to_come, ahead[1], BUSY_S - 0.1) is NoChunk.COMING
+    assert [node.take(to_come, asker, BUSY_S) for asker in ahead] == [NoChunk.COMING, NoChunk.TOO_SLOW]  # whoever
+    once_s, twice_s = BUSY_S + SLOW_S, BUSY_S + 3 * SLOW_S
     assert node.take(node.to_come(), now_s=once_s - 0.1) is NoChunk.TOO_SLOW  # who has waited goes on elsewhere, too
     assert node.take(node.to_come(), now_s=once_s) is NoChunk.COMING
     assert node.take(node.to_come(), HALF_DONE, once_s) is NoChunk.TOO_SLOW  # it has not caught up since
