@@ -10,11 +10,8 @@ the demo, laptops and tests, not for production. The child ends with the block, 
 
 from __future__ import annotations
 
-import base64
 import collections
 import ctypes
-import http.client
-import json
 import os
 import re
 import secrets
@@ -30,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
+
+import urllib3
 
 from storage.errors import StoreUnavailable, UnsupportedStore
 from storage.problems import install_hint
@@ -123,16 +122,15 @@ class EmbeddedS3:
         """
         if self._process is None or self._process.poll() is not None:
             return
-        keys = base64.b64encode(f"{self.access_key_id}:{self.secret_access_key}".encode()).decode()
-        headers = {"Authorization": f"Basic {keys}", "Content-Type": "application/json"}
-        control = http.client.HTTPConnection(self._control_address, timeout=_REFRESH_S)
+        keys = urllib3.make_headers(basic_auth=f"{self.access_key_id}:{self.secret_access_key}")
+        order = f"http://{self._control_address}/vfs/refresh"
         try:
-            control.request("POST", "/vfs/refresh", json.dumps({"recursive": "true"}), headers)
-            answer = control.getresponse().read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
+            answered = urllib3.request(
+                "POST", order, json={"recursive": "true"}, headers=keys, timeout=_REFRESH_S, retries=False
+            )
+        except urllib3.exceptions.HTTPError as error:
             raise StoreUnavailable("the embedded S3 server does not answer", hint="start a new one") from error
-        finally:
-            control.close()
+        answer = answered.data.decode(errors="replace")
         if '"OK"' not in answer:
             raise StoreUnavailable("the embedded S3 server did not look at its files again", answer=answer[:500])
 

@@ -13,7 +13,7 @@ import pytest
 
 import cluster
 from tests.support.gated_proxy import GatedProxy
-from tests.support.ray_clusters import Longshore, eventually
+from tests.support.ray_clusters import Longshore, eventually, marked_settings
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,7 @@ def last_state(longshore: Longshore) -> str:
 @pytest.fixture
 def gate(longshore: Longshore, llama: StoredModel, request: pytest.FixtureRequest) -> Iterator[GatedProxy]:
     """The store, through a gate that lets five ranges pass; the arenas are empty."""
-    marked = request.node.get_closest_marker("cluster_settings")
-    longshore.configure(empty=True, **(marked.kwargs if marked else {}))
+    longshore.configure(empty=True, **marked_settings(request.node))
     with GatedProxy(llama.server.endpoint_url, ranges=5) as proxy:
         yield proxy
 

@@ -64,10 +64,10 @@ class Engine:
         self.variables = {**variables_of(folder), **variables}
 
     def start(
-        self, model: str | Path, load_format: str, more: Mapping[str, Any] = {}, **variables: str
+        self, model: str | Path, more: Mapping[str, Any] = {}, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """`more`: further arguments of vLLM."""
-        options = json.dumps({**OPTIONS, "load_format": load_format, **more})
+        options = json.dumps({**OPTIONS, "load_format": "longshore", **more})
         said = ("--tokens", "1", "5", "7", "9", "--count", "8", "--options", options)
         return subprocess.run(
             [self.python, REPOSITORY / "examples/vllm_generate.py", str(model), *said],
@@ -79,9 +79,9 @@ class Engine:
             check=False,
         )
 
-    def tokens(self, model: str | Path, load_format: str, more: Mapping[str, Any] = {}, **variables: str) -> list[int]:
+    def tokens(self, model: str | Path, more: Mapping[str, Any] = {}, **variables: str) -> list[int]:
         """The tokens that the model writes. Afterwards `read_bytes` has what each load has read, as the log says."""
-        done = self.start(model, load_format, more, **variables)
+        done = self.start(model, more, **variables)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         found = re.search(r"^written: (.*)$", done.stdout, re.MULTILINE)
         assert found is not None, done.stdout[-3000:]
@@ -129,7 +129,7 @@ def check_tokens(engine: Engine, server: Any, folder: Path, family: str, split: 
     model, ranks = stored(server, folder / family, family), 2 if split else 1
     with CountingProxy(server.endpoint_url) as proxy:
         store = {"AWS_ENDPOINT_URL": proxy.endpoint_url, "AWS_DEFAULT_REGION": server.region}
-        ours = engine.tokens(model.uri, "longshore", split, **store)
+        ours = engine.tokens(model.uri, split, **store)
         weights = chunks_read(proxy)
     assert len(weights) == len(set(weights)) > 0  # each chunk once, whatever the number of ranks
     model_bytes = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
@@ -160,7 +160,7 @@ def test_stages_and_experts_are_read_once(
     model = stored(s3_server, tmp_path / family, family)
     with CountingProxy(s3_server.endpoint_url) as proxy:
         store = {"AWS_ENDPOINT_URL": proxy.endpoint_url, "AWS_DEFAULT_REGION": s3_server.region}
-        read = bytes_read(engine.start(model.uri, "longshore", split, **store))
+        read = bytes_read(engine.start(model.uri, split, **store))
         weights = chunks_read(proxy)
     assert len(weights) == len(set(weights)) > 0
     model_bytes = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
@@ -547,6 +547,6 @@ def test_threads_of_a_load_have_every_core_of_their_worker(engine: Engine) -> No
 
 def test_a_folder_without_weights_or_source_is_an_error(engine: Engine, tmp_path: Path) -> None:
     make_tiny("llama", **HEADS).config.save_pretrained(tmp_path / "bare")
-    done = engine.start(tmp_path / "bare", "longshore")
+    done = engine.start(tmp_path / "bare")
     assert done.returncode != 0
     assert "longshore config-folder URI" in done.stdout + done.stderr

@@ -437,13 +437,18 @@ def connected(two_nodes: Any) -> Iterator[Longshore]:
         ray.shutdown()
 
 
+def marked_settings(test: pytest.Item) -> dict[str, Any]:
+    """Return the settings of the test's mark `cluster_settings`."""
+    marked = test.get_closest_marker("cluster_settings")
+    return dict(marked.kwargs) if marked else {}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let tests of a file that want the same settings follow each other: for others the coordinator starts again."""
     first: dict[object, int] = {}
 
     def place(item: pytest.Item) -> list[int]:
-        marked = item.get_closest_marker("cluster_settings")
-        settings = {name: value for name, value in (marked.kwargs if marked else {}).items() if name != "empty"}
+        settings = {name: value for name, value in marked_settings(item).items() if name != "empty"}
         return [first.setdefault(key, len(first)) for key in (item.path, (item.path, repr(settings)))]
 
     items.sort(key=place)
@@ -452,7 +457,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def longshore(connected: Longshore, request: pytest.FixtureRequest) -> Iterator[Longshore]:
     """The cluster without a model, with a coordinator of the test's settings; the same after the test, or it fails."""
-    marked = request.node.get_closest_marker("cluster_settings")
-    connected.configure(**(marked.kwargs if marked else {}))
+    connected.configure(**marked_settings(request.node))
     yield connected
     connected.clean()
