@@ -19,6 +19,7 @@ pytest_plugins = [
     "tests.support.ray_clusters",  # before those that import it, which pytest would complain of
     "tests.support.shared_memory",
     "tests.support.s3_servers",
+    "tests.support.emulators",
     "tests.support.stored_models",
     "tests.support.family_checkpoints",
     "tests.support.trainer_checkpoints",

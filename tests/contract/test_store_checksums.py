@@ -6,7 +6,6 @@ rclone keeps the checksum that came with a PUT, Ceph none but the ETag, ministac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 
@@ -20,7 +19,7 @@ from storage.stores.open_store import open_store
 from storage.stores.requests import RetryPolicy
 from storage.stores.s3.store import ends_of_parts, part_ends
 from tests.contract.ceph_server import CephServer
-from tests.support.ministack import MinistackServer
+from tests.support.emulators import MinistackServer
 from tests.support.s3_servers import make_bucket, s3_client
 
 pytestmark = pytest.mark.slow
@@ -30,12 +29,6 @@ Server = EmbeddedS3 | CephServer | MinistackServer
 BUCKET = "checksums"
 DATA = bytes(range(256)) * 40
 PART_SIZES = (5 << 20, 6 << 20, 12_345)
-
-
-@pytest.fixture(scope="module")
-def ministack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinistackServer]:
-    with MinistackServer(tmp_path_factory.mktemp("ministack")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module", params=["rclone", "ceph", "ministack"])

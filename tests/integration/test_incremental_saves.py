@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,8 @@ from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
 from storage.stores.requests import RetryPolicy
 from tests.support.counting_proxy import CountingProxy
+from tests.support.emulators import Emulator
 from tests.support.gloo_ranks import run_ranks
-from tests.support.ministack import MinistackServer
 from tests.support.s3_servers import make_bucket, server_ref
 
 CHUNK = 5 << 20
@@ -70,12 +69,8 @@ def test_a_changed_source_is_not_copied(tmp_path: Path, model: dict[str, np.ndar
 
 
 @pytest.fixture(scope="module", params=["rclone", "ministack"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    if request.param == "rclone":
-        yield request.getfixturevalue("rclone")
-    else:
-        with MinistackServer(tmp_path_factory.mktemp("ministack")) as started:
-            yield started
+def server(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.mark.slow
@@ -101,7 +96,7 @@ def test_ranks_send_s3_only_what_changed(server: Any) -> None:
         assert report["written_bytes"] <= bytes_sent < report["written_bytes"] + (64 << 10)  # and the manifest
     first, one_of_three, same, without = (report["copied_bytes"] for report in reports)
     assert first == without == 0
-    if isinstance(server, MinistackServer):
+    if isinstance(server, Emulator):
         assert size_bytes / 4 < one_of_three < size_bytes * 2 / 3
         assert same == size_bytes
     else:  # rclone takes UploadPartCopy for an empty part
@@ -121,7 +116,7 @@ def test_s3_is_sent_only_what_changed(server: Any, model: dict[str, np.ndarray])
             second = save(store, model, stored_chunks(store, policy=POLICY))
             sent = sum(int(request.fields.get("content-length", 0)) for request in proxy.requests("PUT"))
             assert verify(store).ok
-    if isinstance(server, MinistackServer):
+    if isinstance(server, Emulator):
         assert second.copied_bytes >= 40 << 20
         assert second.copied_bytes + second.written_bytes == first.written_bytes
         assert second.written_bytes <= sent < second.written_bytes + (64 << 10)  # and the manifest
