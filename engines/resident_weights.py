@@ -3,13 +3,16 @@
     load     load_weights(lazy tensors) --Watch--> which checkpoint tensors are written into which parameter
              templates of the parameters, before the engine repacks them
     update   digests of both revisions --> changed tensors --> modules that hold them
-             1. stage: new parameters beside those modules, filled by the engine's own load_weights, verified
+             1. stage: new parameters beside those modules, with a copy of what did not change, filled by the engine's
+                own load_weights, verified
              2. all ranks agree
              3. exchange: copied into the live parameters; a module that packs its weights packs the new ones
 
-The parameters of a module belong together, because an engine packs a module as a whole. So all tensors of a module are
-read when one of them has changed. Until the exchange, nothing of the live model is touched: the staged parameters stand
-in their modules only while `load_weights` runs, when the engine computes nothing.
+The parameters of a module belong together, because an engine packs a module as a whole. So all of them are staged when
+one has changed. A tensor that did not change is copied from the live parameter. It is read again where that cannot be:
+when the engine has packed the parameter away, or when two tensors wrote to the same place in it. Until the exchange,
+nothing of the live model is touched: the staged parameters stand in their modules only while `load_weights` runs, when
+the engine computes nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from storage.problems import Problems, quote
 _ATTRIBUTE = "_longshore_weights"  # of a model: its ResidentWeights
 _CONTENTS = "_longshore_contents"  # of a storage: names of the checkpoint's tensors whose contents it has
 _PACKED_COPY = "cpu_linear"  # vLLM's attribute of a module that has a packed copy beside its weights
+_REPLACING = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)  # they do not depend on what was there
 HEADROOM_BYTES = 256 << 20  # of host memory that must stay free
 
 LoadWeights = Callable[[Weights], Any]
@@ -73,7 +77,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, kept: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.written: dict[int, set[str]] = {}  # address of a storage -> names
+        # address of a storage -> name -> range of bytes in which the tensor's contents were written
+        self.written: dict[int, dict[str, tuple[int, int]]] = {}
         self.read: set[str] = set()  # names of tensors of which the loader has read bytes, whatever it did with them
         self._kept = frozenset(kept)
         self._last: str | None = None  # the tensor that the loader works on; None before the first, "" after the last
@@ -107,8 +112,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hint="start the engine anew",
             )
         result = func(*args, **kwargs)
-        for address in addresses if names else ():
-            self.written.setdefault(address, set()).update(names)
+        for value in written:
+            memory = value.untyped_storage()
+            start, end = _range_of(value) if func.overloadpacket in _REPLACING else (0, memory.nbytes())
+            ranges = self.written.setdefault(memory.data_ptr(), {}) if names else {}
+            for name in names:
+                first, last = ranges.get(name, (start, end))
+                ranges[name] = min(first, start), max(last, end)
         for value in (*written, *tree_leaves(result)) if names else ():
             if _is_plain(value):
                 setattr(value.untyped_storage(), _CONTENTS, _contents_of(value) | names)
@@ -123,6 +133,17 @@ def _contents_of(value: Any) -> frozenset[str]:
         return frozenset()
     found: frozenset[str] = getattr(value.untyped_storage(), _CONTENTS, frozenset())
     return found
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the range of bytes of its storage from its first element to the end of its last."""
+    start = int(tensor.storage_offset())
+    return start * tensor.itemsize, (start + _spanned(tensor.shape, tensor.stride())) * tensor.itemsize
+
+
+def _spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements in memory from the first of a tensor to its last, both included."""
+    return 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
 
 
 def _is_plain(value: Any) -> bool:
@@ -144,8 +165,7 @@ class Template:
     @property
     def size_bytes(self) -> int:
         """Return the bytes from its first element to its last."""
-        steps = zip(self.shape, self.stride, strict=True)
-        return self.dtype.itemsize * (1 + sum((count - 1) * step for count, step in steps))
+        return self.dtype.itemsize * _spanned(self.shape, self.stride)
 
     def make(self) -> torch.nn.Parameter:
         """Return a parameter like it, with memory of its own."""
@@ -163,6 +183,13 @@ class Slot:
     template: Template
     owners: list[tuple[torch.nn.Module, str]]
     sources: frozenset[str]  # tensors of the checkpoint that are written into it
+    is_apart: bool  # each of them in a range of its own, so that one can be replaced without the others
+
+    def live(self) -> torch.Tensor | None:
+        """Return the parameter of the running model, or None if the engine has packed it away."""
+        owner, name = self.owners[0]
+        found = owner._parameters.get(name)
+        return found if found is not None and _is_like(found, self.template) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +198,6 @@ class Staged:
 
     slots: list[Slot]
     parameters: list[torch.nn.Parameter]
-    names: set[str] = field(default_factory=set)  # tensors that were read
 
     @property
     def size_bytes(self) -> int:
@@ -294,13 +320,24 @@ class ResidentWeights:
         hit = {group[id(slot)] for slot in self.slots if not slot.sources.isdisjoint(changed)}
         return [[slot for slot in self.slots if group[id(slot)] == number] for number in sorted(hit)]
 
-    def stage(self, slots: Sequence[Slot], lazy: Iterable[tuple[str, Any]], load_weights: LoadWeights) -> Staged:
+    def stage(
+        self,
+        slots: Sequence[Slot],
+        changed: Collection[str],
+        lazy: Iterable[tuple[str, Any]],
+        load_weights: LoadWeights,
+    ) -> Staged:
         """Read new parameters, verified, by the engine's own loader. The live ones are as before when this returns.
 
         Raises what reading raises, and UpdateRefused if the engine fills them in another way than before.
         """
-        names = {name for slot in slots for name in slot.sources}
-        staged = Staged(list(slots), [slot.template.make() for slot in slots], names)
+        staged = Staged(list(slots), [slot.template.make() for slot in slots])
+        names: set[str] = set()  # that are read
+        for slot, parameter in zip(staged.slots, staged.parameters, strict=True):
+            known = slot.live() if slot.is_apart else None
+            names |= slot.sources if known is None else slot.sources.intersection(changed)
+            if known is not None and not slot.sources.issubset(changed):
+                parameter.data.copy_(known.data)
         live = map(_storage, itertools.chain(self._model.parameters(), self._model.buffers()))
         watch = Watch([address for address in live if address])
         with self._is_staging(), _standing_in(staged), assignments_read(), watch:
@@ -308,8 +345,8 @@ class ResidentWeights:
             for slot, parameter in zip(staged.slots, staged.parameters, strict=True):
                 owner, name = slot.owners[0]
                 now = owner._parameters[name]
-                written = watch.written.get(parameter.untyped_storage().data_ptr(), set())
-                if now is not parameter or written != set(slot.sources):
+                written = watch.written.get(parameter.untyped_storage().data_ptr(), {})
+                if now is not parameter or written.keys() != slot.sources & names:
                     raise UpdateRefused(
                         f"the engine filled {quote(slot.name)} in another way than when it was loaded",
                         hint="start the engine anew",
@@ -409,7 +446,7 @@ class Update:
         self.resident.index, self.resident.source = self.opened.index, self.source
 
     def _stage(self, slots: Sequence[Slot]) -> Staged:
-        staged = self.resident.stage(slots, self.opened.lazy_tensors(), self.load_weights)
+        staged = self.resident.stage(slots, self.changed, self.opened.lazy_tensors(), self.load_weights)
         self.staged_bytes = max(self.staged_bytes, staged.size_bytes)
         return staged
 
@@ -614,8 +651,11 @@ def _slots(model: torch.nn.Module, watch: Watch) -> list[Slot]:
                     parameter.dtype,
                     parameter.device,
                 )
-                sources = frozenset(watch.written.get(parameter.untyped_storage().data_ptr(), ()))
-                found[id(parameter)] = Slot(f"{prefix}.{name}" if prefix else name, template, [], sources)
+                written = watch.written.get(parameter.untyped_storage().data_ptr(), {})
+                ranges = sorted(written.values())
+                is_apart = all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+                path = f"{prefix}.{name}" if prefix else name
+                found[id(parameter)] = Slot(path, template, [], frozenset(written), is_apart)
             found[id(parameter)].owners.append((module, name))
     return list(found.values())
 
@@ -632,9 +672,8 @@ def _is_like(parameter: torch.Tensor, template: Template) -> bool:
 
 def _is_rearranged(slot: Slot) -> bool:
     """Return whether the engine has changed the order in memory of a parameter's elements since it was filled."""
-    owner, name = slot.owners[0]
-    live = owner._parameters.get(name)
-    if live is None or not _is_like(live, slot.template):
+    live = slot.live()
+    if live is None:
         return False
     # Strides of dimensions with one element mean nothing.
     steps = zip(live.shape, live.stride(), slot.template.stride, strict=True)

@@ -118,7 +118,8 @@ def python() -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return revisions_of(tmp_path_factory.mktemp("revisions"))
+    # The engine keeps up beside gate in one parameter, and reads up alone.
+    return revisions_of(tmp_path_factory.mktemp("revisions"), "up_proj")
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,8 @@ class Session:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return revisions_of(tmp_path_factory.mktemp("revisions"), max_position_embeddings=OPTIONS["max_model_len"])
+    longest = OPTIONS["max_model_len"]
+    return revisions_of(tmp_path_factory.mktemp("revisions"), "down_proj", max_position_embeddings=longest)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,6 @@ SIZES = {
     "num_hidden_layers": 6,
     "head_dim": 64,
 }
-CHANGED = ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")  # 5 % of the bytes
 
 
 def python_of(name: str) -> Path:
@@ -116,14 +115,17 @@ print("written:", *tokens[-8:])
     return [int(token) for token in found[1].split()]
 
 
-def revisions_of(root: Path, **sizes: Any) -> dict[str, Path]:
-    """Make folders: "a", "b" and "damaged" with other weights, "few" like "a" but for 5 %, "wide" with other shapes."""
+def revisions_of(root: Path, changed: str, **sizes: Any) -> dict[str, Path]:
+    """Make folders: "a", "b" and "damaged" with other weights, "few" like "a" but for 5 %, "wide" with other shapes.
+
+    `changed`: a projection of the MLP in layer 1, which has nearly all of the 5 %.
+    """
     for name, seed, more in (("a", 0, {}), ("b", 1, {}), ("wide", 2, {"intermediate_size": 1024})):
         make_tiny("llama", seed=seed, **{**SIZES, **sizes, **more}).save_pretrained(root / name)
     shutil.copytree(root / "a", root / "few")
     shutil.copytree(root / "b", root / "damaged")
     tensors = load_file(root / "few/model.safetensors")
-    for name in CHANGED:
+    for name in (f"model.layers.1.mlp.{changed}.weight", "model.norm.weight"):
         tensors[name] = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(7)).bfloat16() * 0.05
     save_file(tensors, root / "few/model.safetensors", metadata={"format": "pt"})
     return {path.name: path for path in root.iterdir()}
