@@ -1,11 +1,11 @@
 """New weights for a resident model: updates in place beside loads of everything: `python -m bench.update`.
 
-    store --HTTP--> 2 tensor-parallel ranks that hold a Llama     the next revision: 5 % of the bytes are others
+    store --HTTP--> 2 tensor-parallel ranks that hold a Llama     the next revision: 5 % of the bytes are others, or all
     store --HTTP--> vLLM with 2 ranks on processors               the same, beside an engine that is started anew
 
-Every turn has a revision of its own: for an update 5 % of the bytes are others, for a load all of them. So nothing that
-is read is in the arena. vLLM's arena ends with its processes. nginx counts the bytes. Exit code 0; 1 when vLLM failed,
-and not when it is merely absent.
+Every turn has a revision of its own: for an update 5 % of the bytes are others, or all, and for a load all of them. So
+nothing that is read is in the arena. vLLM's arena ends with its processes. nginx counts the bytes. Exit code 0; 1 when
+vLLM failed, and not when it is merely absent.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from storage.checkpoints.safetensors_header import parse_header
 
 RANKS, SHARE, SMALL_BYTES = 2, 0.05, 1 << 20
 HEADER_BYTES = 1 << 20  # more than the header of these files has
+ALL_NEW = "everything new"
 HEADINGS = ("seconds (min-max)", "over update", "store bytes / model", "staged / model")
 Way = Callable[[Any, str], tuple[Any, int]]  # from the model and a URI to the model and the bytes that were staged
 
@@ -103,6 +104,7 @@ def measure(spec: Spec, access_log: Path, rounds: int, size_bytes: int) -> tuple
     ways: dict[str, Way] = {
         "`model.update`": update,
         "`model.update`, streaming": lambda model, uri: update(model, uri, True),
+        f"`model.update`, {ALL_NEW}": update,
         "release and load, by the same workers": load_anew,
         "release and load, by new workers": restart,
     }
@@ -115,7 +117,7 @@ def measure(spec: Spec, access_log: Path, rounds: int, size_bytes: int) -> tuple
             for title, way in ways.items():
                 seed += 1
                 new = folder.with_name(f"r{seed}")
-                if "update" in title:
+                if "update" in title and ALL_NEW not in title:
                     changed_bytes = write_next(folder, new, seed)
                 else:
                     write_model(new, size_bytes, seed)  # no byte is in the arena
@@ -147,14 +149,18 @@ def table_rows(found: Mapping[str, Sequence[tuple[float, ...]]], model_bytes: in
     return rows
 
 
-ENGINE_TITLES = {"update": "vLLM: `engines.vllm_updates.update`", "restart": "vLLM: a new engine"}
+ENGINE_TITLES = {
+    "update": "vLLM: `engines.vllm_updates.update`",
+    "everything": f"vLLM: `engines.vllm_updates.update`, {ALL_NEW}",
+    "restart": "vLLM: a new engine",
+}
 
 
 def measure_engine(spec: Spec, access_log: str, rounds: int, size_bytes: int) -> Entry:
-    """Return the runs of vLLM: an update of the same share, and a new engine with a further revision."""
-    bucket, revisions = Path(spec.folder).parent, ("engine-0", "engine-1", "engine-2")
+    """Return the runs of vLLM: two updates, and a new engine with a further revision."""
+    bucket, revisions = Path(spec.folder).parent, ("engine-0", "engine-1", "engine-2", "engine-3")
     for number, name in enumerate(revisions):
-        if number:
+        if number % 2:
             write_next(bucket / revisions[number - 1], bucket / name, number)
         else:
             write_model(bucket / name, size_bytes, number)

@@ -69,9 +69,9 @@ def load_vllm(spec: Spec) -> None:
 
 
 def update_vllm(spec: Spec) -> None:
-    """Give a running vLLM a revision in place, end it, and start another one with a further revision.
+    """Give a running vLLM two revisions in place, end it, and start another one with a further revision.
 
-    Options: "ranks"; "revisions", three folders of the bucket. A start is the call of `vllm.LLM`, with the processes
+    Options: "ranks"; "revisions", four folders of the bucket. A start is the call of `vllm.LLM`, with the processes
     that it starts. It begins when the engine before has ended and vLLM is imported here.
     """
     with _folder_of_vllm(spec) as folder:
@@ -80,7 +80,7 @@ def update_vllm(spec: Spec) -> None:
         import cluster
         from engines.vllm_updates import update
 
-        first, second, third = spec.options["revisions"]
+        first, few, other, last = spec.options["revisions"]
 
         def start(name: str) -> Any:
             model = cluster.config_folder(
@@ -96,11 +96,12 @@ def update_vllm(spec: Spec) -> None:
             )
 
         llm = start(first)
-        with measured(spec, "update", watch_memory=False):
-            update(llm, model_uri(spec, second))
+        for case, name in (("update", few), ("everything", other)):
+            with measured(spec, case, watch_memory=False):
+                update(llm, model_uri(spec, name))
         llm.llm_engine.engine_core.shutdown()
         with measured(spec, "restart", watch_memory=False):
-            llm = start(third)
+            llm = start(last)
         llm.llm_engine.engine_core.shutdown()
 
 

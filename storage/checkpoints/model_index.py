@@ -14,7 +14,6 @@ that it does not need. Only a row larger than half a chunk is cut inside.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -138,19 +137,27 @@ CUT_ALIGN_BYTES = 64  # cuts inside a row are multiples of this, times the dtype
 def chunk_bounds(header: Header, size_bytes: int, chunk_bytes: int) -> list[int]:
     """Return the ends of the chunks that tile `[0, size_bytes)`: chunk i is `[ends[i-1], ends[i])`.
 
-    No chunk is larger than `chunk_bytes`. A data chunk is at least half as large, except the last of the shard.
+    A tensor of at least a quarter of `chunk_bytes` has chunks of its own, of about equal size, with cuts between rows
+    where they are not too large. Nothing but its dtype and shape decides where they lie in it. So two revisions of a
+    model compare chunk by chunk, in whatever files their tensors are. Smaller tensors that follow each other share
+    chunks. No chunk is larger than `chunk_bytes`. One is smaller than a quarter of it only if it ends such a run.
     """
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
     ends = list(range(chunk_bytes, header.data_start, chunk_bytes))
     if header.data_start <= size_bytes:
         ends.append(header.data_start)
-    tensors = [tensor for tensor in header.tensors if tensor.end > tensor.start]
-    tensor_ends = [tensor.end for tensor in tensors]
-    at = header.data_start
-    while at < size_bytes:
-        at = _chunk_end(at, size_bytes, chunk_bytes, tensors, tensor_ends)
-        ends.append(at)
+    begin = header.data_start  # of the small tensors that have no chunk yet
+    for tensor in header.tensors:
+        is_large = 4 * (tensor.end - tensor.start) >= chunk_bytes
+        if begin < tensor.start and (is_large or tensor.end - begin > chunk_bytes):
+            ends.append(tensor.start)
+            begin = tensor.start
+        if is_large:
+            ends += _cuts(tensor, chunk_bytes)
+            begin = tensor.end
+    if begin < size_bytes:
+        ends.append(size_bytes)
     return ends
 
 
@@ -170,19 +177,11 @@ def row_step_bytes(tensor: HeaderTensor) -> int:
     return row_bits * (8 // math.gcd(row_bits, 8)) // 8
 
 
-def _chunk_end(at: int, size_bytes: int, chunk_bytes: int, tensors: list[HeaderTensor], tensor_ends: list[int]) -> int:
-    """Return the best end for the data chunk that begins at `at`: a tensor's end, a row's end, or an aligned cut."""
-    limit = at + chunk_bytes
-    if limit >= size_bytes:
-        return size_bytes
-    least = at + (chunk_bytes + 1) // 2
-    straddling = bisect_right(tensor_ends, limit)  # first tensor that ends after the limit
-    if straddling and tensor_ends[straddling - 1] >= least:
-        return tensor_ends[straddling - 1]
-    tensor = tensors[straddling]
-    for step in (row_step_bytes(tensor), CUT_ALIGN_BYTES * atom_bytes(tensor.dtype)):
-        if step:
-            cut = limit - (limit - tensor.start) % step
-            if cut >= least and cut > tensor.start:
-                return cut
-    return limit
+def _cuts(tensor: HeaderTensor, chunk_bytes: int) -> list[int]:
+    """Return the ends of the chunks of one tensor: between rows, else aligned, else where they fall."""
+    size_bytes = tensor.end - tensor.start
+    steps = (row_step_bytes(tensor), CUT_ALIGN_BYTES * atom_bytes(tensor.dtype))
+    step = next((step for step in steps if 0 < 2 * step <= chunk_bytes), 1)
+    count = -(-size_bytes // step)  # of steps, of which the last may be shorter
+    chunks = -(-count // (chunk_bytes // step))
+    return [*(tensor.start + step * (count * number // chunks) for number in range(1, chunks)), tensor.end]
