@@ -254,6 +254,7 @@ def test_who_leaves_the_line_takes_no_turn_from_others():
         assert turns._free == 0
 
 
+@pytest.mark.slow
 def test_a_node_that_is_far_slower_than_others_is_given_up(
     server: ChunkServer, client: PeerClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ):
@@ -408,6 +409,7 @@ def test_the_node_that_was_idle_longest_makes_room_for_another(shelf: Shelf):
     server.close()
 
 
+@pytest.mark.slow
 def test_a_receiver_that_has_died_does_not_slow_its_sender(
     shelf: Shelf, client: PeerClient, monkeypatch: pytest.MonkeyPatch
 ):

@@ -33,6 +33,8 @@ from tests.support.checkpoints import flat_objects
 from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import LocalNode, plan_of, run_all
 
+pytestmark = pytest.mark.slow
+
 CHUNK_BYTES = 4096
 MODEL = b"model"
 

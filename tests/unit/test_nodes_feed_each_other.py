@@ -34,6 +34,8 @@ from tests.support.local_node import LocalNode, local_node, plan_of, run_all
 from tests.support.ray_clusters import eventually
 from tests.support.reference_slices import check_exact
 
+pytestmark = pytest.mark.slow
+
 KEY = b"key of the load"
 CHUNK_BYTES = 4096
 

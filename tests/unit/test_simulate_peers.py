@@ -11,6 +11,8 @@ from bench.sim_node import GB, Rates
 from bench.simulate_peers import PeerCase, simulate_peers
 from cluster.scheduling.concurrency import LEAST_PATIENCE_S, PATIENT_FOR
 
+pytestmark = pytest.mark.slow
+
 RATES = Rates(nic_bytes_s=1.25 * GB, store_bytes_s=1.25 * GB, latency_s=0.005, arena_slots=64, threads=16)
 SMALLEST = replace(RATES, arena_slots=3)
 

@@ -27,8 +27,11 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.webhdfs_server import WebHdfsServer
 
 pytest.importorskip("requests")  # of fsspec's WebHDFS; it comes with Ray
-# aiohttp's advice to gcsfs and adlfs
-pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
+pytestmark = [
+    pytest.mark.slow,
+    # aiohttp's advice to gcsfs and adlfs
+    pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning"),
+]
 
 SMALL_FILES: dict[str, Any] = {"max_shard_bytes": 8 << 20, "chunk_bytes": 1 << 20, "since": None}
 
@@ -40,14 +43,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebHdfsS
         yield running
 
 
-@pytest.fixture(
-    params=[
-        "memory",
-        "webhdfs",
-        pytest.param("google", marks=pytest.mark.slow),
-        pytest.param("azure", marks=pytest.mark.slow),
-    ]
-)
+@pytest.fixture(params=["memory", "webhdfs", "google", "azure"])
 def uri(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, server: WebHdfsServer) -> str:
     place = uuid.uuid4().hex
     if request.param in ("memory", "webhdfs"):
