@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import socket
 import ssl
 from collections import Counter
@@ -221,6 +222,35 @@ def test_look_ups_listings_and_writes_are_tried_again(serve: Serve, refused: byt
         upload.write(memoryview(b"data"))
         upload.complete()
     assert seen == {"GET": 2, "PUT": 3}
+
+
+# 409: another write is under way, and succeeds or fails. 501: the server knows no conditions, so it is asked without.
+@pytest.mark.parametrize("statuses", ["200", "412", "409 412", "409 200", "501 200"])
+@pytest.mark.parametrize("etag", [None, "v1"])
+def test_a_conditional_write_has_the_condition(serve: Serve, etag: str | None, statuses: str) -> None:
+    answers = {
+        "200": answer("200 OK", {"Content-Length": "0", "ETag": '"v2"'}),
+        "409": refusal("409 Conflict", b"ConditionalRequestConflict"),
+        "412": refusal("412 Precondition Failed", b"PreconditionFailed"),
+        "501": refusal("501 Not Implemented", b"NotImplemented"),
+    }
+    conditions: list[list[str]] = []
+
+    def play(sock: socket.socket, _: int) -> None:
+        if server.head.startswith("HEAD"):  # before the write, nothing has changed
+            is_there = etag is not None or "/pre/key" not in server.head
+            return sock.sendall(answer("200 OK" if is_there else "404 Not Found", GOOD | {"Content-Length": "0"}))
+        conditions.append(re.findall(r"If-\w*-?Match: \S+", server.head))
+        return sock.sendall(answers[statuses.split()[len(conditions) - 1]])
+
+    server, store = serve(play)
+    if statuses.endswith("200"):
+        assert store.put_if("key", b"data", etag).etag == "v2"
+    else:
+        with pytest.raises(ObjectChanged):
+            store.put_if("key", b"data", etag)
+    condition = ["If-None-Match: *" if etag is None else 'If-Match: "v1"']
+    assert conditions == [condition, [] if statuses.startswith("501") else condition][: len(statuses.split())]
 
 
 def test_416_is_asked_after_when_a_version_is_pinned(serve: Serve) -> None:
