@@ -14,6 +14,8 @@ from itertools import pairwise
 from storage.checkpoints.manifest import Manifest
 from storage.stores.object_store import ByteRange
 
+MAX_TRIES = 256  # places of one chunk that are compared with a part
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRange:
@@ -31,14 +33,14 @@ class StoredChunks:
         """Index the chunks of a manifest."""
         self.hash_name = manifest.hash
         self._files = [(shard.path, shard.etag) for shard in manifest.shards]
-        self._chunks: dict[str, tuple[int, int]] = {}  # digest -> (shard, number of the chunk)
+        self._chunks: dict[str, list[tuple[int, int]]] = {}  # digest -> [(shard, number of the chunk), ...]
         self._places: list[list[ByteRange]] = []
         self._digests: list[Sequence[str]] = []
         for number, shard in enumerate(manifest.shards):
             self._places.append([ByteRange(start, end) for start, end in pairwise((0, *shard.chunk_ends))])
             self._digests.append(shard.chunk_digests)
             for chunk, digest in enumerate(shard.chunk_digests):
-                self._chunks.setdefault(digest, (number, chunk))
+                self._chunks.setdefault(digest, []).append((number, chunk))
 
     def find(self, digests: Sequence[str], size_bytes: int) -> StoredRange | None:
         """Return where chunks with those digests lie one after the other, or None.
@@ -47,12 +49,15 @@ class StoredChunks:
             digests: Of the chunks, in hex, in order; by the hash of the manifest.
             size_bytes: Of all these chunks together.
         """
-        found = self._chunks.get(digests[0]) if digests else None
-        if found is None:
+        if not digests:
             return None
-        shard, first = found
-        end = first + len(digests)
-        if tuple(self._digests[shard][first:end]) != tuple(digests):
-            return None
-        place = ByteRange(self._places[shard][first].start, self._places[shard][end - 1].end)
-        return StoredRange(*self._files[shard], place) if place.size_bytes == size_bytes else None
+        # The rarest chunk has the fewest places to try. A common one, such as zeros, may have very many.
+        rarest = min(range(len(digests)), key=lambda number: len(self._chunks.get(digests[number], ())))
+        for shard, chunk in self._chunks.get(digests[rarest], ())[:MAX_TRIES]:
+            first, end = chunk - rarest, chunk - rarest + len(digests)
+            if first < 0 or tuple(self._digests[shard][first:end]) != tuple(digests):
+                continue
+            place = ByteRange(self._places[shard][first].start, self._places[shard][end - 1].end)
+            if place.size_bytes == size_bytes:
+                return StoredRange(*self._files[shard], place)
+        return None

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import cluster
 from actors.saving.writer import CheckpointWriter, begin_save, stored_chunks
 from cluster.saving.shards import TensorSpec, lay_out
 from cluster.saving.unchanged import StoredChunks
+from storage.checkpoints.manifest import Manifest, ManifestShard
 from storage.publishing.verify import verify
 from storage.stores.local import LocalStore
-from storage.stores.object_store import ObjectStore
+from storage.stores.object_store import ByteRange, ObjectStore
 from storage.stores.open_store import open_store
 from storage.stores.requests import RetryPolicy
 from tests.support.counting_proxy import CountingProxy
@@ -66,6 +69,30 @@ def test_a_changed_source_is_not_copied(tmp_path: Path, model: dict[str, np.ndar
     second = save(store, model, chunks)
     assert second.copied_bytes == 0
     assert verify(store).ok
+
+
+def test_parts_of_repeated_bytes_are_copied(tmp_path: Path) -> None:
+    zeros_first = {name: torch.randn(4 << 20) for name in "ab"}  # 16 MiB each
+    for tensor in zeros_first.values():
+        tensor[:2_000_000] = 0
+    model = {**zeros_first, "again": zeros_first["a"].clone(), "zeros": torch.zeros(4 << 20)}
+    cluster.save(model, tmp_path / "model", chunk_bytes=1 << 20)
+    again = cluster.save(model, tmp_path / "model", chunk_bytes=1 << 20)
+    assert again.copied_bytes == again.size_bytes
+    assert verify(LocalStore(tmp_path / "model")).ok
+
+
+def test_a_part_is_found_behind_many_common_chunks() -> None:
+    digests = [digest for number in range(1000) for digest in ("zeros", "zeros", f"{number}")]
+    ends = tuple(range(1, len(digests) + 1))
+    shard = ManifestShard.model_construct(path="m", etag="v1", chunk_ends=ends, chunk_digests=tuple(digests))
+    chunks = StoredChunks(Manifest.model_construct(hash="blake3", shards=(shard,)))
+    for number in (0, 700, 999):
+        found = chunks.find(["zeros", "zeros", f"{number}"], 3)
+        assert found is not None
+        assert found.place == ByteRange(3 * number, 3 * number + 3)
+    for other in ([], ["zeros"] * 3, ["999", "zeros"], ["0", "zeros", "1"], ["zeros", "none"]):
+        assert chunks.find(other, len(other)) is None
 
 
 @pytest.fixture(scope="module", params=["rclone", "ministack"])
