@@ -1,7 +1,7 @@
 """Jobs whose ranks save one checkpoint together: the script of the ranks, and what a test needs to start it.
 
 `die_at`: the rank kills itself when its save comes to that step. `raise_at`: it raises instead. `all_die_at`: it kills
-all ranks of the job. `store_dies_at`: it kills the process `store_pid`. LAST_ROUND stands for the last round.
+all ranks of the job. `store_dies_at`: it kills the process `store_pid`. Steps are named as `step_name` has them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import REPOSITORY
 
 WORLD = 4
-LAST_ROUND = "last round"
+FIRST_ROUND, LAST_ROUND = "first round", "last round"
 
 
 def full_tensors(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
@@ -203,14 +203,23 @@ def _ended(base: Path) -> Ended:
     return Ended(code, document, Path(f"{base}.err").read_text()[-6000:])
 
 
+def step_name(step: str) -> str:
+    """Return the name of a step of a save, without the number of rounds for the first and the last one."""
+    match step.split():
+        case ["round", number, "of", count] if number == count:
+            return LAST_ROUND
+        case ["round", "1", "of", _]:
+            return FIRST_ROUND
+    return step
+
+
 def _install_death(job: Mapping[str, Any]) -> None:
     from actors.saving import save
 
     step = save._Save._step
 
     def die(self: Any, name: str) -> None:
-        if name.startswith("round ") and name.split()[1] == name.split()[3]:
-            name = LAST_ROUND
+        name = step_name(name)
         if name == job.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if name == job.get("all_die_at"):
