@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import SaveError
@@ -38,31 +39,38 @@ def cuttings(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Cutting:
     return Cutting(mesh=mesh, ranks=tuple(range(world)), cuts=tuple(cuts))
 
 
-@st.composite
-def jobs(draw: st.DrawFn) -> tuple[Merged, int]:
-    world = draw(st.integers(1, 6))
-    names, shapes, cuts = [], [], []
-    for number in range(draw(st.integers(1, 8))):
-        shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 700, 1500]), max_size=3)))
-        if math.prod(shape) > 12 * MIB:
-            shape = shape[:2]
-        names.append(f"t{number}")
-        shapes.append(shape)
-        cuts.append(draw(cuttings(shape, world)))
+def merged_job(shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cutting], world: int) -> tuple[Merged, int]:
     table = RankTable(
-        names=tuple(names),
-        dtypes=("I32",) * len(names),
+        names=tuple(f"t{number}" for number in range(len(shapes))),
+        dtypes=("I32",) * len(shapes),
         shapes=tuple(shapes),
         cuttings=tuple(cuts),
-        cutting_of=tuple(range(len(names))),
+        cutting_of=tuple(range(len(shapes))),
     )
     merged = merge([RankTable.unpack(table.pack())], [0] * world)
     assert not merged.problems
     return merged, world
 
 
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Merged, int]:
+    world = draw(st.integers(1, 6))
+    shapes, cuts = [], []
+    for _ in range(draw(st.integers(1, 8))):
+        shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 700, 1500]), max_size=3)))
+        if math.prod(shape) > 12 * MIB:
+            shape = shape[:2]
+        shapes.append(shape)
+        cuts.append(draw(cuttings(shape, world)))
+    return merged_job(shapes, cuts, world)
+
+
+FSDP_64 = Cutting(mesh=(64,), ranks=tuple(range(64)), cuts=((0, 0, 1),))
+
+
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.integers(1, 3), st.booleans())
+@example(merged_job([(256, 512)] * 20 + [(250, 500), (63,), ()], [FSDP_64] * 22 + [Cutting()], 64), 1, False)
 def test_every_byte_is_written_once_from_who_has_it(job: tuple[Merged, int], per_round: int, in_order: bool) -> None:
     merged, world = job
     whole = {
