@@ -115,6 +115,12 @@ def test_ranks_write_parts_of_one_object_in_s3(
             copy = tmp_path / shard.key  # a file for each, as the tensors are maps of it
             copy.write_bytes(read_bytes(store, shard.key, ByteRange(0, shard.size_bytes)))
             got |= load_file(copy)
+    sent = [one.document["sent"] for one in second]
+    for shard in index.shards:
+        parts = [number for by_key in sent for number in by_key.get(shard.key, ())]
+        assert sorted(parts) == list(range(1, len(parts) + 1)), "each part once"
+        assert sum(shard.key in by_key for by_key in sent) > 1, "from several ranks"
+    assert all(sent)
     assert index.revision == second[0].document["revision"] != first[0].document["revision"]
     for name, tensor in full_tensors(1).items():
         assert torch.equal(got[name], tensor), name

@@ -233,6 +233,21 @@ def _install_death(job: Mapping[str, Any]) -> None:
     save._Save._step = die  # type: ignore[method-assign]
 
 
+def _count_parts() -> dict[str, list[int]]:
+    """Return the numbers of the parts that this rank sends to S3 from now on, by key."""
+    from storage.stores.s3.store import S3Store
+
+    sent: dict[str, list[int]] = {}
+    real = S3Store.put_part
+
+    def counted(self: S3Store, key: str, upload: str, number: int, *more: Any) -> str:
+        sent.setdefault(key, []).append(number)
+        return real(self, key, upload, number, *more)
+
+    S3Store.put_part = counted  # type: ignore[method-assign]
+    return sent
+
+
 def run_rank(job: Mapping[str, Any], rank: int) -> int:
     """Save as one rank, print a document, and return the exit code."""
     import torch.distributed as dist
@@ -260,6 +275,7 @@ def run_rank(job: Mapping[str, Any], rank: int) -> int:
     else:
         state, files = llama_state()
     _install_death(job)
+    sent = _count_parts()
     code, began_s = 0, time.monotonic()
     try:
         report = cluster.save(
@@ -274,7 +290,7 @@ def run_rank(job: Mapping[str, Any], rank: int) -> int:
             save_timeout_s=job.get("save_timeout_s", 60.0),
             slots=job.get("slots", 4),
         )
-        print(json.dumps(report.as_dict()), flush=True)
+        print(json.dumps({**report.as_dict(), "sent": sent}), flush=True)
     except cluster.LongshoreError as error:
         kind = type(error).__name__
         told = {"message": str(error), "rank": error.details.get("rank"), "took_s": time.monotonic() - began_s}
