@@ -436,6 +436,12 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no checkpoint of a known format" in capsys.readouterr().err
 
 
+def test_the_command_shows_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(state(), tmp_path / "model.pt")
+    assert main(["convert", str(tmp_path / "model.pt"), str(tmp_path / "out")]) == 0
+    assert "convert    921 kB of 921 kB (100 %)" in capsys.readouterr().err
+
+
 def test_source_and_destination_are_apart(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "model.pt")
     with pytest.raises(cluster.ConfigError, match="one inside the other"):

@@ -159,14 +159,15 @@ def shown_on_stderr(monkeypatch: pytest.MonkeyPatch, stream: Any) -> Any:
     return stream
 
 
-@pytest.mark.parametrize("verb", [cluster.publish, cluster.verify])
+@pytest.mark.parametrize("verb", [cluster.publish, cluster.verify, cluster.convert])
 def test_verbs_show_a_bar_lines_or_nothing(verb: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.publish(model, progress=False)
     shown = {}
     for kind in (Terminal, io.StringIO):
         for progress in (None, True, False):
             stream = shown_on_stderr(monkeypatch, kind())
-            verb(model, progress=progress, **({"force": True} if verb is cluster.publish else {}))
+            arguments = {"publish": {"force": True}, "convert": {"dest": model.parent / f"{len(shown)}"}}
+            verb(model, progress=progress, **arguments.get(verb.__name__, {}))
             shown[kind, progress] = stream.getvalue()
     assert "\x1b[" in shown[Terminal, None]
     assert "\x1b[" in shown[Terminal, True]
