@@ -5,6 +5,7 @@ The range is a file of torch.save with one tensor. Objects other than tensors ar
 
 Names in the files are those of a nested dict of training, which `.metadata` has, too. Without the keys around the model
 (`model` in most scripts, and in Accelerate) they are the model's own. What is not part of the model is never read.
+If several keys could be the model's, the source is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.converting.rank_files import clean_name, refused
+from cluster.converting.rank_files import MODEL_KEYS, clean_name, refused
 from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
 from cluster.converting.torch_files import (
     DTYPES,
@@ -215,8 +216,9 @@ _PATHS_ALLOWED = (
     "torch.distributed.checkpoint.filesystem._StoragePrefix",
 )
 _AROUND = ("app", "state")  # keys that scripts put around model and optimizer
-_MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
-_OTHERS = ("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state", "optimizers", "ema")
+_OTHER = re.compile(
+    r"(?:.*_)?optim(?:izers?)?(?:_.*|[0-9]*)|(?:lr_)?schedulers?|dataloader|train_state|ema|rng", re.IGNORECASE
+)
 _MODEL_FOLDER = re.compile(r"(?:.*/)?(?:pytorch_model_fsdp_[0-9]+|model|pytorch_model)/")
 
 
@@ -243,7 +245,7 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
         The model's tensors.
 
     Raises:
-        ConvertError: The folder is not complete; the message lists every problem.
+        ConvertError: The folder is not complete, or several keys could be the model's; the message lists every problem.
         UnsafePickle: A pickle names code that no checkpoint needs.
         StoreError: The store did not answer.
     """
@@ -295,16 +297,36 @@ def _paths(metadata: Any, key: str) -> dict[str, tuple[str, ...]]:
 def model_names(paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """Return the name in the model for each tensor of the checkpoint that belongs to it.
 
+    A key around the model goes: one that is usual for models, or the only one that is not of another state.
+
     Args:
         paths: Name in the checkpoint -> keys in the nested dict, or the name alone where the checkpoint has no others.
+
+    Raises:
+        ConvertError: Several keys could be the model's. The message names them.
     """
-    known = {name: path[1:] if len(path) > 2 and path[0] in _AROUND else path for name, path in paths.items()}
-    keys = {path[0] for path in known.values() if len(path) > 1}
-    model = next((key for key in _MODEL_KEYS if key in keys), None)
-    if model is not None:
-        return {
-            name: clean_name(".".join(path[1:])) for name, path in known.items() if len(path) > 1 and path[0] == model
+    usual = False  # the keys that are gone end with one that is usual for models
+    while True:
+        paths = {
+            name: path
+            for name, path in paths.items()
+            if (usual and len(path) == 1) or not _OTHER.fullmatch(path[0].partition(".")[0])
         }
-    return {
-        name: clean_name(".".join(path)) for name, path in known.items() if path[0].partition(".")[0] not in _OTHERS
-    }
+        keys = {path[0] for path in paths.values() if len(path) > 1}
+        flat = [name for name, path in paths.items() if len(path) == 1]
+        known = [key for key in MODEL_KEYS if key in keys]
+        known = known or sorted(
+            {path[0] for path in paths.values() if len(path) > 2 and path[0] in _AROUND and path[1] in MODEL_KEYS}
+        )
+        if not keys or (usual and (flat or not known)):
+            return {name: clean_name(".".join(path)) for name, path in paths.items()}
+        chosen = known or sorted(keys)
+        if len(chosen) > 1 or (flat and not known):
+            found = [*map(quote, chosen), *([f"none ({quote(flat[0])}...)"] if flat and not known else [])]
+            raise ConvertError(
+                f"tensors are under several keys, and any of them could be the model's: {Problems(found)}",
+                hint=f"save the model alone or under the key {quote(MODEL_KEYS[0])}, or make a file of it: "
+                "dcp_to_torch_save(FOLDER, 'all.pt'), then torch.save(torch.load('all.pt')[KEY], 'model.pt')",
+            )
+        usual = chosen[0] in MODEL_KEYS
+        paths = {name: path[1:] for name, path in paths.items() if len(path) > 1 and path[0] == chosen[0]}

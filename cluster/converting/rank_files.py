@@ -80,7 +80,7 @@ _NO_MODEL = re.compile(
 )
 _FILE = re.compile(r"[^/]+\.(?:bin|pt|pth)")
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
-_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")  # that scripts put around a model
 
 
 def clean_name(name: str) -> str:
@@ -393,14 +393,14 @@ def whole_tensor(name: str, tensor: StoredTensor) -> SourceTensor:
 
 
 def state_of(found: Any, file: str) -> Mapping[str, Any]:
-    """Return the state dict in what a file contains: itself, or the value of `model`, `state_dict` or `module`.
+    """Return the state dict in what a file contains: itself, or the value of one of `MODEL_KEYS`.
 
     Raises ConvertError when there is none.
     """
     for _ in range(_MAX_NESTING):
         if not isinstance(found, dict):
             break
-        inner = [found[key] for key in _MODEL_KEYS if isinstance(found.get(key), dict)]
+        inner = [found[key] for key in MODEL_KEYS if isinstance(found.get(key), dict)]
         if not inner:
             if any(isinstance(value, StoredTensor | Opaque) for value in found.values()):
                 return {name: value for name, value in found.items() if isinstance(name, str)}
@@ -408,7 +408,7 @@ def state_of(found: Any, file: str) -> Mapping[str, Any]:
         found = inner[0]
     raise ConvertError(
         f"{quote(file)} has no state dict",
-        hint=f"a state dict has names and tensors; it may be the value of {', '.join(_MODEL_KEYS)}",
+        hint=f"a state dict has names and tensors; it may be the value of {', '.join(MODEL_KEYS)}",
     )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.converting.assembly import boxes_of, copies_of, coverage_problems
 from cluster.converting.dcp import model_names
-from cluster.converting.rank_files import clean_name, rank_files
+from cluster.converting.rank_files import MODEL_KEYS, clean_name, rank_files
 from cluster.converting.source import SourceTensor, StoredPiece
+from cluster.errors import ConvertError
 
 Shape = tuple[int, ...]
 
@@ -111,14 +114,59 @@ def test_thousands_of_ranks_are_checked_at_once() -> None:
     assert not coverage_problems(SourceTensor("t", "F32", (8, 4 * 4096), pieces))
 
 
-def test_names_are_those_of_the_model() -> None:
+def paths_of(nested: dict[str, Any], *around: str) -> dict[str, tuple[str, ...]]:
+    """Return names and keys of the tensors as DCP's planner writes them. A leaf is anything but a dict."""
+    found: dict[str, tuple[str, ...]] = {}
+    for key, value in nested.items():
+        inner = (*around, key)
+        found |= paths_of(value, *inner) if isinstance(value, dict) else {".".join(inner): inner}
+    return found
+
+
+ADAM = {"state": {"a.w": {"exp_avg": 1, "step": 1}, "b": {"exp_avg": 1, "step": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "names"),
+    [
+        *(({key: {"a.w": 1}, "optimizer": ADAM}, {f"{key}.a.w": "a.w"}) for key in MODEL_KEYS),
+        ({"model_state": {"a.w": 1}, "optimizer_state": ADAM, "step": 1}, {"model_state.a.w": "a.w"}),
+        ({"net": {"a.w": 1}, "optim_0": ADAM, "G_Optimizer": ADAM}, {"net.a.w": "a.w"}),
+        ({"app": {"model": {"a.w": 1}, "optim": ADAM}}, {"app.model.a.w": "a.w"}),
+        ({"trainer": {"model": {"a.w": 1}, "optim": ADAM}}, {"trainer.model.a.w": "a.w"}),
+        ({"state": {"model": {"a": 1}}, "rank": {"x": 1}}, {"state.model.a": "a"}),
+        ({"state_dict": {"model": {"a.w": 1}, "optimizer": ADAM}}, {"state_dict.model.a.w": "a.w"}),
+        (
+            {"model": {"ema.w": 1, "optim.w": 1, "optimizer": ADAM}},
+            {"model.ema.w": "ema.w", "model.optim.w": "optim.w"},
+        ),
+        ({"model": {"a": {"w": 1}, "b": {"w": 1}}}, {"model.a.w": "a.w", "model.b.w": "b.w"}),
+        ({"model.embed.w": 1, "optimizer.state": 1, "optimizer": ADAM}, {"model.embed.w": "model.embed.w"}),
+        ({"optimizer": ADAM}, {}),
+    ],
+)
+def test_names_are_those_of_the_model(saved: dict[str, Any], names: dict[str, str]) -> None:
+    assert model_names(paths_of(saved)) == names
+
+
+@pytest.mark.parametrize(
+    ("saved", "keys"),
+    [
+        ({"net": {"w": 1}, "teacher": {"w": 1}, "optim": ADAM}, ["'net'", "'teacher'"]),
+        ({"model": {"w": 1}, "module": {"w": 1}}, ["'model'", "'module'"]),
+        ({"net": {"w": 1}, "loss": 1}, ["'net'", "none ('loss'...)"]),
+        ({"weights": {"w": 1}, "adam": ADAM}, ["'adam'", "'weights'"]),
+        ({"adam": ADAM}, ["'a.w'", "'b'"]),
+    ],
+)
+def test_keys_that_could_all_be_the_models_are_refused(saved: dict[str, Any], keys: list[str]) -> None:
+    with pytest.raises(ConvertError, match="dcp_to_torch_save") as caught:
+        model_names(paths_of(saved))
+    assert all(key in str(caught.value) for key in keys), caught.value
+
+
+def test_names_lose_the_prefixes_of_wrappers() -> None:
     assert clean_name("_fsdp_wrapped_module._orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
-    nested = {"model.a.w": ("model", "a.w"), "optimizer.a.w.exp_avg": ("optimizer", "state", "a.w", "exp_avg")}
-    assert model_names(nested) == {"model.a.w": "a.w"}
-    around = {"app.model.a.w": ("app", "model", "a.w"), "app.optim.x": ("app", "optim", "x")}
-    assert model_names(around) == {"app.model.a.w": "a.w"}
-    llama = {"model.embed_tokens.weight": ("model.embed_tokens.weight",), "optimizer.state": ("optimizer.state",)}
-    assert model_names(llama) == {"model.embed_tokens.weight": "model.embed_tokens.weight"}
 
 
 def test_files_of_ranks_are_found_by_name() -> None:

@@ -292,9 +292,11 @@ class _Wrapper:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", ["model under its own key", "model in the root", "model alone"])
-def test_files_of_torchtitan_have_the_model_alone(tmp_path: Path, layout: str) -> None:
-    """Its `CheckpointManager` saves `ModelWrapper` under `model`; newer versions put its state dict in the root."""
+@pytest.mark.parametrize("layout", ["model", "model_state", "model in the root", "model alone"])
+def test_result_of_dcp_has_the_model_alone(tmp_path: Path, layout: str) -> None:
+    """torchtitan's `CheckpointManager` saves `ModelWrapper` under `model`; newer versions put its state dict in the
+    root. Other trainers name the keys `model_state` and `optimizer_state`.
+    """
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -317,8 +319,9 @@ def test_files_of_torchtitan_have_the_model_alone(tmp_path: Path, layout: str) -
         "dataloader": _Wrapper(lambda: {"dp_rank_0": pickle.dumps({"seen": 7}), "world_size": 1}),
         "lr_scheduler": _Wrapper(lambda: {"last_epoch": 3, "base_lrs": [0.1]}),
     }
-    if layout == "model under its own key":
-        states["model"] = _Wrapper(lambda: get_model_state_dict(model))
+    if layout in ("model", "model_state"):
+        states[layout] = _Wrapper(lambda: get_model_state_dict(model))
+        states[layout.replace("model", "optimizer")] = states.pop("optimizer")
     else:
         states = {**(states if layout == "model in the root" else {}), **get_model_state_dict(model)}
     dcp.save(states, checkpoint_id=tmp_path / "step-3", no_dist=True)
