@@ -97,7 +97,8 @@ def read_tensors(
         store: The store of the checkpoint.
         listing: All objects below its root, by key.
         folder: The folder with `.metadata`, "" or with a slash at its end.
-        problems: Gets a sentence for each chunk that is missing, and each that is not what the metadata says.
+        problems: Gets a sentence for each file and chunk that is missing or broken, and each that is not what the
+            metadata says.
         wanted: Returns whether a tensor of this name is needed. The others are not looked at.
         allowed: Names of globals that `.metadata` may have besides those of torch.
         metadata: What `read_metadata` returned. None: it is read here.
@@ -121,11 +122,17 @@ def read_tensors(
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in named}
 
     def look(chunk: _Chunk) -> Any:
-        return read_torch_file(store, chunk.file, within=chunk.within)
+        try:
+            return read_torch_file(store, chunk.file, within=chunk.within)
+        except BrokenCheckpointFile as error:
+            return error
 
     with ThreadPoolExecutor(_READERS) as pool:
         for chunk, found in zip(chunks, pool.map(look, chunks), strict=True):
             dtype, _ = named[chunk.tensor]
+            if isinstance(found, BrokenCheckpointFile):
+                problems.add(f"{quote(chunk.tensor)} at {chunk.start} cannot be read: {found.message}")
+                continue
             if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (dtype, chunk.shape):
                 have = f"{found.dtype} {found.shape}" if isinstance(found, StoredTensor) else type(found).__name__
                 problems.add(f"{quote(chunk.tensor)} at {chunk.start} is {have}, but should be {dtype} {chunk.shape}")
@@ -153,6 +160,7 @@ def _parse(
         for chunk in entry.state["chunks"]:
             expected[name, _box(chunk.state["offsets"])] = _box(chunk.state["sizes"])
     chunks = []
+    lacking: dict[str, list[str]] = {}  # file that is missing or cut short -> tensors of which it should have a part
     for index, info in stored.items():
         name, offset = index.state["fqn"], index.state.get("offset")  # an object has none
         if not isinstance(name, str) or name not in named:
@@ -171,13 +179,17 @@ def _parse(
         inside = type(first) is int and type(length) is int and first >= 0 and length >= 0
         if shape is None:
             problems.add(f"{quote(name)} has a chunk at {start} that its list of chunks lacks, or two")
-        elif there is None:
-            problems.add(f"{quote(file)} is missing; it has a part of {quote(name)}")
-        elif not inside or first + length > there.size_bytes:
-            problems.add(f"{quote(file)} has {there.size_bytes} bytes, and the part of {quote(name)} ends beyond them")
+        elif there is None or not inside or first + length > there.size_bytes:
+            lacking.setdefault(file, []).append(name)
         else:
             _check_box(name, start, shape, named[name][1])
             chunks.append(_Chunk(name, start, shape, file, ByteRange(first, first + length)))
+    for file, names in lacking.items():
+        part = f"part of {quote(names[0])}" + (f" and those of {len(names) - 1} more" if len(names) > 1 else "")
+        if file in listing:
+            problems.add(f"{quote(file)} has {listing[file].size_bytes} bytes, and the {part} ends beyond them")
+        else:
+            problems.add(f"{quote(file)} is missing; it has a {part}")
     for (name, start), shape in expected.items():
         problems.add(f"{quote(name)} has no place for its chunk of {shape} at {start}")
     return named, chunks

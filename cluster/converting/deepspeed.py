@@ -19,21 +19,19 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster.converting.rank_files import clean_name
-from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
+from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files, read_each
 from cluster.converting.torch_files import Global, Opaque, StoredTensor, is_shape, read_torch_file
 from cluster.errors import ConvertError
 from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_ELEMENTS
 from storage.problems import MAX_LISTED, Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
 
-_Checked = TypeVar("_Checked")
 Shapes = Mapping[str, tuple[int, ...]]  # of the parameters of one group, in the order of the flat vector
 
 
@@ -210,7 +208,7 @@ def steps(keys: Iterable[str]) -> dict[str, Step]:
     }
 
 
-class _Malformed(Exception):
+class _Malformed(ConvertError):
     """A file of the checkpoint lacks a field that DeepSpeed writes, or has another type there."""
 
 
@@ -526,35 +524,37 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
     step = _choose(store, listing)
     problems = Problems()
     universal = bool(step.weights) and not step.optimizers
-    _check_files(step, universal, problems)
-    if len(problems):
+    _check_layout(step, universal, problems)
+    if problems:
         raise _refused(store, problems)
+    _check_files(step, universal, problems)
+    checks: dict[str, Callable[[object, str], Any]] = dict.fromkeys(step.models.values(), ModelState.check)
+    checks |= dict.fromkeys(step.optimizers.values(), Partition.check)
 
-    def unpickled(key: str) -> object:
-        return read_torch_file(store, key, allowed=ALLOWED)
+    def checked(key: str) -> Any:
+        state = read_torch_file(store, key, allowed=ALLOWED)
+        return checks[key](state, key) if key in checks else state
 
-    with ThreadPoolExecutor(_READERS) as pool:
-        models = _checked(ModelState.check, step.models, pool.map(unpickled, step.models.values()), problems)
-        if universal:
-            opened = zip(step.weights.items(), pool.map(unpickled, step.weights.values()), strict=True)
-            weights = {name: (key, state) for (name, key), state in opened}
-        else:
-            optimizers = pool.map(unpickled, step.optimizers.values())
-            parts = _checked(Partition.check, step.optimizers, optimizers, problems)
+    files = [*step.models.values(), *(step.weights if universal else step.optimizers).values()]
+    found, broken = read_each(checked, files, problems, _READERS)
     tensors: list[SourceTensor] = []
-    if not len(problems):
+    if not problems:
+        models = [found[key] for _, key in sorted(step.models.items())]
+        parts = [found[key] for _, key in sorted(step.optimizers.items())]
         try:
-            tensors = (
-                universal_tensors(weights, models, problems) if universal else zero_tensors(models, parts, problems)
-            )
+            if universal:
+                weights = {name: (key, found[key]) for name, key in step.weights.items()}
+                tensors = universal_tensors(weights, models, problems)
+            else:
+                tensors = zero_tensors(models, parts, problems)
         except _Malformed as exc:
-            problems.add(str(exc))
+            problems.add(exc.message)
     tensors = [replace(tensor, name=clean_name(tensor.name)) for tensor in tensors]
     for name, count in Counter(tensor.name for tensor in tensors).items():
         if count > 1:
             problems.add(f"{quote(name)} is there {count} times, with different prefixes")
-    if len(problems):
-        raise _refused(store, problems)
+    if problems:
+        raise _refused(store, problems, broken)
     return Source(UNIVERSAL_FORMAT if universal else FORMAT, tuple(tensors), other_files(listing, step.folder))
 
 
@@ -580,15 +580,19 @@ def _choose(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Step:
     )
 
 
-def _check_files(step: Step, universal: bool, problems: Problems) -> None:
-    """Add a problem for each file that is missing, and for checkpoints that this module does not read."""
+def _check_layout(step: Step, universal: bool, problems: Problems) -> None:
+    """Add a problem for weights that are divided in a way that this module does not read."""
     if step.others:
         problems.add(f"{quote(step.others[0])} is of pipeline stages or experts of DeepSpeed; {_TO_UNIVERSAL}")
-    ranks = {rank for rank, _ in step.optimizers}
-    models = {rank for rank, _ in step.models}
     tensor_ranks = {rank for _, rank in (*step.optimizers, *(() if universal else step.models))}
     if tensor_ranks - {0}:
         problems.add(f"the weights are divided over {max(tensor_ranks) + 1} tensor parallel ranks; {_TO_UNIVERSAL}")
+
+
+def _check_files(step: Step, universal: bool, problems: Problems) -> None:
+    """Add a problem for each file that is missing."""
+    ranks = {rank for rank, _ in step.optimizers}
+    models = {rank for rank, _ in step.models}
     if not step.models:
         problems.add(f"{quote(step.folder)} has no file with the names and shapes, mp_rank_00_model_states.pt")
     for rank in sorted(set(range(max(ranks, default=0) + 1)) - ranks if ranks else ()):
@@ -599,19 +603,6 @@ def _check_files(step: Step, universal: bool, problems: Problems) -> None:
             problems.add(f"the {kind} file of rank {rank} is missing")
 
 
-def _checked(
-    check: Callable[[object, str], _Checked], keys: Mapping[Any, str], states: Iterable[object], problems: Problems
-) -> list[_Checked]:
-    """Return the checked contents of files in the order of their ranks, with a problem for each that is malformed."""
-    found = {}
-    for (place, key), state in zip(keys.items(), states, strict=True):
-        try:
-            found[place] = check(state, key)
-        except _Malformed as exc:
-            problems.add(str(exc))
-    return [found[place] for place in sorted(found)]
-
-
-def _refused(store: ObjectStore, problems: Problems) -> ConvertError:
+def _refused(store: ObjectStore, problems: Problems, error: type[ConvertError] = ConvertError) -> ConvertError:
     hint = "copy the folder again, with the files of all ranks"
-    return ConvertError(f"{store.uri} is no DeepSpeed checkpoint that can be converted: {problems}", hint=hint)
+    return error(f"{store.uri} is no DeepSpeed checkpoint that can be converted: {problems}", hint=hint)

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.converting import dcp, deepspeed, megatron, rank_files
-from cluster.converting.source import PinnedStore, Source, SourceTensor, StoredPiece, other_files
+from cluster.converting.source import PinnedStore, Source, SourceTensor, StoredPiece, other_files, read_each
 from cluster.errors import ConvertError
 from storage.checkpoints.checkpoint_files import (
     HEADERS_KEY,
     INDEX_KEY,
     SINGLE_KEY,
     SUFFIX,
-    map_threads,
+    THREADS,
     parse_weight_map,
 )
 from storage.checkpoints.safetensors_header import MAX_ELEMENTS, Header, HeaderTensor, read_head
@@ -110,26 +110,25 @@ def read(store: ObjectStore, listing: Listing) -> Source:
                 problems.add(f"the file {quote(key)}, which {INDEX_KEY} names, is missing")
     else:
         keys = _one_set(store, listing, folder, problems)
-    if problems:
-        raise rank_files.refused(store, SAFETENSORS, problems)
 
-    def head(key: str) -> Header:
-        return read_head(store, key, listing[key].size_bytes, etag=listing[key].etag)[0]
+    def head(key: str) -> tuple[Header, dict[str, tuple[int, ...]]]:
+        header = read_head(store, key, listing[key].size_bytes, etag=listing[key].etag)[0]
+        return header, _saved_offsets(header, key)
 
     parts: dict[str, list[tuple[HeaderTensor, StoredPiece]]] = {}
-    for key, header in zip(keys, map_threads(head, keys), strict=True):
-        offsets = _saved_offsets(header, key)
+    heads, broken = read_each(head, [key for key in keys if key in listing], problems, THREADS)
+    for key, (header, offsets) in heads.items():
         for tensor in header.tensors:
             if not wanted or wanted.get(tensor.name) == key:
                 start = offsets.get(tensor.name, (0,) * len(tensor.shape))
                 piece = StoredPiece(key, tensor.start, start, tensor.shape)
                 parts.setdefault(tensor.name, []).append((tensor, piece))
     for name, key in wanted.items():
-        if name not in parts:
+        if key in heads and name not in parts:
             problems.add(f"{quote(name)} is not in {quote(key)}, which {INDEX_KEY} names")
     found = [_joined(name, some, problems) for name, some in parts.items()]
     if problems:
-        raise rank_files.refused(store, SAFETENSORS, problems)
+        raise rank_files.refused(store, SAFETENSORS, problems, broken)
     return Source(SAFETENSORS, tuple(found), other_files(listing, folder))
 
 

@@ -20,7 +20,7 @@ from cluster.converting.dcp import METADATA_KEY, read_tensors
 from cluster.converting.megatron_names import FAMILIES, Shape, is_weight, to_hugging_face
 from cluster.converting.source import Source, other_files
 from cluster.converting.torch_files import Opaque, read_torch_file
-from cluster.errors import ConvertError, UnsafePickle
+from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
 from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
 from storage.checkpoints.safetensors_header import MAX_ELEMENTS
 from storage.problems import Problems, quote
@@ -125,6 +125,9 @@ def _check_arguments(store: ObjectStore, listing: Mapping[str, ObjectInfo], fold
     except UnsafePickle as exc:
         hint = f"{_COMMON_KEY} is only looked at for arguments; without the file the checkpoint is converted unchecked"
         raise UnsafePickle(exc.message, hint=hint) from exc
+    except BrokenCheckpointFile as exc:
+        problems.add(exc.message)
+        return
     arguments = common.get("args") if isinstance(common, dict) else None
     fields = arguments.state if isinstance(arguments, Opaque) and isinstance(arguments.state, dict) else {}
     for name in _PLUS_ONE:

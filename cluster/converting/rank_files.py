@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from cluster.converting.assembly import copies_of
-from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files
+from cluster.converting.source import Source, SourceTensor, StoredPiece, other_files, read_each
 from cluster.converting.torch_files import DTYPES, Global, Opaque, StoredTensor, is_shape, read_torch_file
 from cluster.errors import ConvertError
 from cluster.layouts.region import MeshCut, dtensor_region
@@ -152,18 +152,10 @@ def read_ranks(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
     for rank, key in sorted(files.keys.items()):
         if rank >= size:
             problems.add(f"{quote(key)} is of a rank that a job of {size} ranks does not have")
-    if problems:
-        raise refused(store, FSDP, problems)
-    ranks = sorted(files.keys)
-
-    def unpickled(rank: int) -> Mapping[str, Any]:
-        key = files.keys[rank]
-        return state_of(read_torch_file(store, key, allowed=(*ALLOWED, *ALLOWED_BESIDE)), key)
-
-    with ThreadPoolExecutor(_READERS) as pool:
-        states = list(pool.map(unpickled, ranks))
+    in_order = [files.keys[rank] for rank in sorted(files.keys) if rank < size]
+    states, broken = read_each(lambda key: _state_in(store, key), in_order, problems, _READERS)
     copies: list[Copies] = []
-    tensors = join_ranks(states, [files.keys[rank] for rank in ranks], problems, copies)
+    tensors = join_ranks(list(states.values()), list(states), problems, copies)
     with ThreadPoolExecutor(_READERS) as pool:
         for (first, other), same in zip(copies, pool.map(lambda pair: _is_same(store, *pair), copies), strict=True):
             if not same:
@@ -172,7 +164,7 @@ def read_ranks(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
                     f"in {quote(first.pieces[0].file)}, and nothing says which part it is; save DTensors, or gather it"
                 )
     if problems:
-        raise refused(store, FSDP, problems)
+        raise refused(store, FSDP, problems, broken)
     return Source(FSDP, tuple(tensors), other_files(listing, files.folder))
 
 
@@ -412,6 +404,10 @@ def state_of(found: Any, file: str) -> Mapping[str, Any]:
     )
 
 
+def _state_in(store: ObjectStore, key: str) -> Mapping[str, Any]:
+    return state_of(read_torch_file(store, key, allowed=(*ALLOWED, *ALLOWED_BESIDE)), key)
+
+
 def torch_keys(listing: Mapping[str, ObjectInfo]) -> list[str]:
     """Return the files with a state dict in the root of a listing."""
     return sorted(key for key in listing if _FILE.fullmatch(key) and not _NO_MODEL.match(key))
@@ -451,14 +447,8 @@ def read_files(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
         for key in keys:
             if key not in listing:
                 problems.add(f"the file {quote(key)}, which {INDEX} names, is missing")
-    if problems:
-        raise refused(store, PYTORCH, problems)
-
-    def unpickled(key: str) -> Mapping[str, Any]:
-        return state_of(read_torch_file(store, key, allowed=(*ALLOWED, *ALLOWED_BESIDE)), key)
-
-    with ThreadPoolExecutor(_READERS) as pool:
-        states = dict(zip(keys, pool.map(unpickled, keys), strict=True))
+        keys = [key for key in keys if key in listing]
+    states, broken = read_each(lambda key: _state_in(store, key), keys, problems, _READERS)
     found: dict[str, SourceTensor] = {}
     for key, state in states.items():
         for name, value in state.items():
@@ -473,16 +463,18 @@ def read_files(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
                 problems.add(f"{quote(one.name)} is in {quote(key)} and in another file")
             found[one.name] = one
     for name, key in (wanted or {}).items():
-        if clean_name(name) not in found:
+        if key in states and clean_name(name) not in found:
             problems.add(f"{quote(name)} is not in {quote(key)}, which {INDEX} names")
     if problems:
-        raise refused(store, PYTORCH, problems)
+        raise refused(store, PYTORCH, problems, broken)
     return Source(PYTORCH, tuple(found.values()), other_files(listing))
 
 
-def refused(store: ObjectStore, kind: str, problems: Problems) -> ConvertError:
+def refused(
+    store: ObjectStore, kind: str, problems: Problems, error: type[ConvertError] = ConvertError
+) -> ConvertError:
     """Return the error that lists every problem of a source."""
-    return ConvertError(
+    return error(
         f"{store.uri} cannot be converted ({kind}): {problems}",
         hint="copy the files of all ranks of one save into one folder, and convert it again",
         problems=len(problems),

@@ -1,16 +1,21 @@
 """A checkpoint of another format as the places of its numbers: which bytes of which file belong to which tensor.
 
-Formats read the source through `PinnedStore`. So none of them repeats requests or compares versions itself.
+Formats read the source through `PinnedStore`. So none of them repeats requests or compares versions itself. They read
+its files with `read_each`, so that all broken ones are in one error.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from storage.errors import ObjectChanged
+from cluster.errors import BrokenCheckpointFile, ConvertError, UnsafePickle
+from storage.errors import InvalidHeader, ObjectChanged
+from storage.problems import Problems, quote
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, Upload
 from storage.stores.requests import RetryPolicy, with_retries
 
@@ -100,6 +105,53 @@ class PinnedStore:
                 uri=self.uri,
                 key=key,
             )
+
+
+_Read = TypeVar("_Read")
+
+
+def read_each(
+    read: Callable[[str], _Read], files: Iterable[str], problems: Problems, readers: int
+) -> tuple[dict[str, _Read], type[ConvertError]]:
+    """Read files in several threads, and list all that are broken.
+
+    Args:
+        read: Returns what a file contains, by its key. Its ConvertError or InvalidHeader is a problem of the file.
+        files: Keys of the files.
+        problems: Gets a sentence for each file that cannot be read.
+        readers: Threads.
+
+    Returns:
+        What the others contain, in the order of `files`; and the error to raise if there are problems, which is
+        BrokenCheckpointFile if a file is one of them.
+
+    Raises:
+        UnsafePickle: A file names code that no checkpoint needs.
+        StoreError: The store did not answer.
+    """
+
+    def attempt(file: str) -> _Read | ConvertError | InvalidHeader:
+        try:
+            return read(file)
+        except UnsafePickle:
+            raise
+        except (ConvertError, InvalidHeader) as error:
+            return error
+
+    found: dict[str, _Read] = {}
+    hints: set[str] = set()
+    kind: type[ConvertError] = ConvertError
+    files = list(files)
+    with ThreadPoolExecutor(readers) as pool:
+        for file, result in zip(files, pool.map(attempt, files), strict=True):
+            if not isinstance(result, ConvertError | InvalidHeader):
+                found[file] = result
+                continue
+            kind = BrokenCheckpointFile
+            text = result.message if quote(file) in result.message else f"{quote(file)}: {result.message}"
+            problems.add(f"{text} ({result.hint})" if result.hint and result.hint not in hints else text)
+            hints.add(result.hint)
+    return found, kind
 
 
 # Beside the weights: config, tokenizer, chat template. Folders where trainers put them.

@@ -154,6 +154,55 @@ def test_all_problems_are_listed_before_a_byte_is_written(fsdp_checkpoints: Path
     assert not (tmp_path / "out").exists()
 
 
+def write_files(folder: Path, kind: str) -> None:
+    """Write the same tensors in four files or more."""
+    names = sorted(state())
+    if kind == "ranks":
+        for rank in range(4):
+            torch.save(state(), folder / f"model_world_size_4_rank_{rank}.pt")
+    elif kind == "dcp":
+        dcp = pytest.importorskip("torch.distributed.checkpoint")
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+        dcp.save({"model": state()}, storage_writer=writer, no_dist=True)
+    elif kind == "deepspeed":
+        shapes = [{"w": torch.Size([8])}]
+        model = {"module": {}, "param_shapes": shapes, "buffer_names": [], "shared_params": {}}
+        torch.save(model, folder / "mp_rank_00_model_states.pt")
+        fields = {"zero_stage": 1, "single_partition_of_fp32_groups": [torch.ones(2)], "partition_count": [4]}
+        for rank in range(4):
+            torch.save({"optimizer_state_dict": fields}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    else:
+        ending = {"state dicts": ".bin"}.get(kind, ".safetensors")
+        weight_map = {name: f"model-{number + 1:05d}-of-{len(names):05d}{ending}" for number, name in enumerate(names)}
+        for name, file in weight_map.items():
+            save = torch.save if ending == ".bin" else safetensors_torch.save_file
+            save({name: state()[name].contiguous()}, folder / file)
+        if kind != "safetensors without index":
+            index = {".bin": "pytorch_model.bin", ".safetensors": "model.safetensors"}[ending]
+            (folder / f"{index}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "kind", ["ranks", "dcp", "deepspeed", "state dicts", "safetensors", "safetensors without index"]
+)
+def test_missing_and_cut_files_are_one_error(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    write_files(source, kind)
+    cluster.convert(source, tmp_path / "whole", dry_run=True, progress=False)
+    *_, missing, first, second = sorted(path for path in source.iterdir() if path.suffix != ".json")
+    missing.unlink()
+    for file in (first, second):
+        os.truncate(file, file.stat().st_size - 20)
+    with pytest.raises(cluster.ConvertError) as caught:
+        cluster.convert(source, tmp_path / "out", progress=False)
+    counted = {"ranks": "rank 1 of 4", "deepspeed": "of rank 1", "safetensors without index": "of 7 files, but 6"}
+    for text in (counted.get(kind, missing.name), first.name, second.name):
+        assert text in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 def test_state_dicts_keep_their_bits(tmp_path: Path) -> None:
     whole = state()
     names = sorted(whole)

@@ -110,12 +110,15 @@ def test_norms_that_are_stored_less_one_are_refused(megatron_checkpoints: Path, 
 
 
 @pytest.mark.slow
-def test_cut_chunk_file_is_named(megatron_checkpoints: Path, tmp_path: Path) -> None:
+def test_all_cut_files_are_named(megatron_checkpoints: Path, tmp_path: Path) -> None:
     shutil.copytree(megatron_checkpoints / "llama" / "megatron", tmp_path / "copy")
-    file = tmp_path / "copy" / ITERATION / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ConvertError, match=r"__0_0\.distcp.*ends beyond"):
+    names = ("__0_0.distcp", "__1_0.distcp", "common.pt")
+    for name in names:
+        file = tmp_path / "copy" / ITERATION / name
+        file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ConvertError, match=r"__0_0\.distcp.*ends beyond") as raised:
         source(tmp_path / "copy")
+    assert all(name in str(raised.value) for name in names), raised.value
 
 
 @pytest.mark.slow
