@@ -1,8 +1,9 @@
 """Write real checkpoints of Megatron-Core (`torch_dist`), and the Hugging Face models that they hold.
 
 Runs in an environment that has Megatron-Core: `python make_megatron_checkpoints.py FOLDER`. Every model gets
-`FOLDER/NAME/hf/` with config and weights, and `FOLDER/NAME/megatron/`, which two tensor parallel ranks save. Before
-that, the logits are compared with those of transformers, so that each weight is known to be in the right place.
+`FOLDER/NAME/hf/` with config and weights, and `FOLDER/NAME/megatron/`, which two ranks save. They are tensor parallel,
+or what the last word of the name says (`LAYOUTS`). Before that, the logits are compared with those of transformers, so
+that each weight is known to be in the right place.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import shutil
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.update(OMP_NUM_THREADS="1", NVTE_DISABLE_TRITON_AUTOTUNING="1")
 
@@ -43,12 +45,46 @@ CASES: dict[
     "qwen3-moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True}, {}),
     "qwen3-moe-singleton": ("Qwen3Moe", {**MOE, "norm_topk_prob": True}, {"singleton_local_shards": True}),
     "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}, {}),
+    "llama-pipeline": ("Llama", {}, {}),
+    "qwen3-pipeline": ("Qwen3", {"tie_word_embeddings": True}, {"non_homogeneous_layers": True}),
+    "qwen3-moe-experts": ("Qwen3Moe", {**MOE, "norm_topk_prob": True}, {}),
+    "qwen2-moe-experts": (
+        "Qwen2Moe",
+        {**MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": True},
+        {"singleton_local_shards": True},
+    ),
 }
+
+
+Cut = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Layout(NamedTuple):
+    """How many ranks divide tensors, layers and experts. Their product is 2."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    experts: int = 1
+
+
+LAYOUTS = {"pipeline": Layout(pipeline=2), "experts": Layout(experts=2)}
+FIRST_STAGE = 1  # layers in the first of two pipeline stages; the second has the others
 PADDED_VOCABULARY = 128
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 92, 65, 35]])
 
 
-def build(config: Any) -> Any:
+def layout_of(name: str) -> Layout:
+    return LAYOUTS.get(name.rpartition("-")[2], Layout(tensor=2))
+
+
+def layers_of(config: Any, layout: Layout, rank: int) -> range:
+    """Return the layers that a rank has."""
+    if layout.pipeline == 1:
+        return range(config.num_hidden_layers)
+    return range(FIRST_STAGE) if rank == 0 else range(FIRST_STAGE, config.num_hidden_layers)
+
+
+def build(config: Any, layout: Layout, rank: int) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -72,7 +108,11 @@ def build(config: Any) -> Any:
         qk_layernorm=family.startswith("qwen3"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=2,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.experts,
+        num_layers_in_first_pipeline_stage=FIRST_STAGE if layout.pipeline > 1 else None,
+        pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
@@ -97,38 +137,44 @@ def build(config: Any) -> Any:
         position_embedding_type="rope",
         rotary_base=int(config.rope_parameters["rope_theta"]),
         share_embeddings_and_output_weights=config.tie_word_embeddings,
+        pre_process=layout.pipeline == 1 or rank == 0,
+        post_process=layout.pipeline == 1 or rank == 1,
     )
 
 
-def cut(whole: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
-    return whole.chunk(2, dim)[rank]
-
-
-def gated(weights: dict[str, torch.Tensor], prefix: str, rank: int) -> dict[str, torch.Tensor]:
+def gated(weights: dict[str, torch.Tensor], prefix: str, cut: Cut) -> dict[str, torch.Tensor]:
     """Return both matrices of a SwiGLU block, as a rank has them."""
     gate, up, down = (weights[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return {"linear_fc1.weight": torch.cat([cut(gate, rank), cut(up, rank)]), "linear_fc2.weight": cut(down, rank, 1)}
+    return {"linear_fc1.weight": torch.cat([cut(gate, 0), cut(up, 0)]), "linear_fc2.weight": cut(down, 1)}
 
 
-def of_rank(weights: dict[str, torch.Tensor], config: Any, rank: int) -> dict[str, torch.Tensor]:
+def of_rank(weights: dict[str, torch.Tensor], config: Any, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
     """Return the state dict of Megatron's model on one rank, from the weights of transformers."""
+
+    def cut(whole: torch.Tensor, dim: int) -> torch.Tensor:
+        return whole.chunk(layout.tensor, dim)[rank % layout.tensor]
+
     padding = torch.full((PADDED_VOCABULARY - config.vocab_size, config.hidden_size), 7.0)
-    found = {
-        "embedding.word_embeddings.weight": cut(torch.cat([weights["model.embed_tokens.weight"], padding]), rank),
-        "decoder.final_layernorm.weight": weights["model.norm.weight"],
-    }
-    if not config.tie_word_embeddings:
-        found["output_layer.weight"] = cut(torch.cat([weights["lm_head.weight"], padding]), rank)
+    first, last = (layout.pipeline == 1 or rank == stage for stage in range(2))
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    found = {}
+    if first:
+        embedding = torch.cat([weights["model.embed_tokens.weight"], padding])
+        found["embedding.word_embeddings.weight"] = cut(embedding, 0)
+    if last:
+        found["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
+    if last and not (first and config.tie_word_embeddings):  # a last stage has a copy of a tied embedding
+        found["output_layer.weight"] = cut(torch.cat([weights[f"{head}.weight"], padding]), 0)
     groups = config.num_key_value_heads
-    for number in range(config.num_hidden_layers):
-        theirs, ours = f"model.layers.{number}", f"decoder.layers.{number}"
+    for place, number in enumerate(layers_of(config, layout, rank)):
+        theirs, ours = f"model.layers.{number}", f"decoder.layers.{place}"
         for kind in ("weight", "bias"):
             parts = [weights.get(f"{theirs}.self_attn.{which}_proj.{kind}") for which in "qkv"]
             if parts[0] is not None:
                 split = [one.reshape(groups, -1, *one.shape[1:]) for one in parts]
                 fused = torch.cat(split, 1).flatten(0, 1)
-                found[f"{ours}.self_attention.linear_qkv.{kind}"] = cut(fused, rank)
-        found[f"{ours}.self_attention.linear_proj.weight"] = cut(weights[f"{theirs}.self_attn.o_proj.weight"], rank, 1)
+                found[f"{ours}.self_attention.linear_qkv.{kind}"] = cut(fused, 0)
+        found[f"{ours}.self_attention.linear_proj.weight"] = cut(weights[f"{theirs}.self_attn.o_proj.weight"], 1)
         found[f"{ours}.input_layernorm.weight"] = weights[f"{theirs}.input_layernorm.weight"]
         found[f"{ours}.pre_mlp_layernorm.weight"] = weights[f"{theirs}.post_attention_layernorm.weight"]
         for which in "qk":
@@ -138,13 +184,16 @@ def of_rank(weights: dict[str, torch.Tensor], config: Any, rank: int) -> dict[st
         blocks = {f"{theirs}.mlp": f"{ours}.mlp"}
         if f"{theirs}.mlp.gate.weight" in weights:
             found[f"{ours}.mlp.router.weight"] = weights[f"{theirs}.mlp.gate.weight"]
-            experts = range(config.num_experts)
-            blocks = {f"{theirs}.mlp.experts.{one}": f"{ours}.mlp.experts.local_experts.{one}" for one in experts}
+            share = config.num_experts // layout.experts
+            start = rank % layout.experts * share
+            blocks = {
+                f"{theirs}.mlp.experts.{start + one}": f"{ours}.mlp.experts.local_experts.{one}" for one in range(share)
+            }
         if f"{theirs}.mlp.shared_expert_gate.weight" in weights:
             found[f"{ours}.mlp.shared_experts.gate_weight"] = weights[f"{theirs}.mlp.shared_expert_gate.weight"]
             blocks[f"{theirs}.mlp.shared_expert"] = f"{ours}.mlp.shared_experts"
         for source, target in blocks.items():
-            found |= {f"{target}.{name}": value for name, value in gated(weights, source, rank).items()}
+            found |= {f"{target}.{name}": value for name, value in gated(weights, source, cut).items()}
     return found
 
 
@@ -162,6 +211,26 @@ def make_reference(name: str, folder: Path) -> None:
     torch.save(logits, folder / name / "logits.pt")
 
 
+def logits_of(model: Any, layout: Layout, rank: int) -> torch.Tensor | None:
+    """Return all logits for `TOKENS`, or None on a stage that does not have them."""
+    mask = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)[None, None]
+    if layout.pipeline > 1:
+        hidden = torch.empty(8, 1, model.config.hidden_size)
+        if rank == 1:
+            torch.distributed.recv(hidden, 0)
+            model.set_input_tensor(hidden)
+        made = model(TOKENS, torch.arange(8)[None], mask)
+        if rank == 0:
+            torch.distributed.send(made, 1)
+        return made if rank == 1 else None
+    logits = model(TOKENS, torch.arange(8)[None], mask)
+    if layout.tensor == 1:
+        return logits
+    pieces = [torch.empty_like(logits) for _ in range(2)]
+    torch.distributed.all_gather(pieces, logits.contiguous())
+    return torch.cat(pieces, -1)
+
+
 def train(rank: int, port: int, folder: Path) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -169,34 +238,36 @@ def train(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron asks for it, with and without a device
     torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     torch.distributed.init_process_group("gloo")
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.transformer.moe import moe_utils
     from safetensors.torch import load_file
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)
     tensor_parallel.get_cuda_rng_tracker().fork = contextlib.nullcontext
     moe_utils.te_general_gemm = None  # without Transformer Engine the name is missing
     for name, (_, _, metadata) in CASES.items():
+        layout = layout_of(name)
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.experts,
+            create_gloo_process_groups=False,
+        )
         config = transformers.AutoConfig.from_pretrained(folder / name / "hf")
-        model = build(config).eval()
+        model = build(config, layout, rank).eval()
         weights = load_file(folder / name / "hf" / "model.safetensors")
-        wanted = of_rank(weights, config, rank)
+        wanted = of_rank(weights, config, layout, rank)
         state = {key: value for key, value in model.state_dict().items() if value is not None}
         if missing := wanted.keys() ^ state.keys():
             raise RuntimeError(f"{name}: {sorted(missing)}")
         model.load_state_dict(wanted, strict=False)
         with torch.no_grad():
-            mask = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)[None, None]
-            logits = model(TOKENS, torch.arange(8)[None], mask)
-        pieces = [torch.empty_like(logits) for _ in range(2)]
-        torch.distributed.all_gather(pieces, logits.contiguous())
-        torch.testing.assert_close(
-            torch.cat(pieces, -1)[..., : config.vocab_size],
-            torch.load(folder / name / "logits.pt"),
-            atol=2e-3,
-            rtol=2e-3,
-        )
+            logits = logits_of(model, layout, rank)
+        if logits is not None:
+            expected = torch.load(folder / name / "logits.pt")
+            torch.testing.assert_close(logits[..., : config.vocab_size], expected, atol=2e-3, rtol=2e-3)
         target = folder / name / "megatron" / "iter_0000007"
         if rank == 0:
             target.mkdir(parents=True)

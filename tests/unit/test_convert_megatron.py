@@ -21,7 +21,10 @@ from storage.problems import Problems
 from storage.stores.local import LocalStore
 from tests.support.trainer_checkpoints import assemble
 
-MODELS = ("llama", "llama-by-layer", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-singleton", "qwen2-moe")
+MODELS = (
+    *("llama", "llama-by-layer", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-singleton", "qwen2-moe"),
+    *("llama-pipeline", "qwen3-pipeline", "qwen3-moe-experts", "qwen2-moe-experts"),
+)
 ITERATION = "iter_0000007"
 
 
@@ -146,10 +149,35 @@ def test_hostile_metadata_is_refused(megatron_checkpoints: Path, tmp_path: Path)
         source(tmp_path / "copy")
 
 
-def test_problems_of_names_are_collected() -> None:
-    def tensor(name: str, *shape: int) -> SourceTensor:
-        return SourceTensor(name, "BF16", shape, (StoredPiece("f", 0, (0,) * len(shape), shape),))
+def tensor(name: str, *shape: int) -> SourceTensor:
+    return SourceTensor(name, "BF16", shape, (StoredPiece(name, 0, (0,) * len(shape), shape),))
 
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_norms_inside_of_transformer_engines_layers_are_read(stacked: bool) -> None:
+    """Its layers have the norm before them: `TELayerNormColumnParallelLinear`, which needs a GPU."""
+    prefix, layers = ("decoder.layers.", (1,)) if stacked else ("decoder.layers.0.", ())
+    listed = [
+        tensor("embedding.word_embeddings.weight", 6, 4),
+        tensor(f"{prefix}self_attention.linear_qkv.layer_norm_weight", *layers, 4),
+        tensor(f"{prefix}self_attention.linear_qkv.weight", *layers, 8, 4),
+        tensor(f"{prefix}self_attention.linear_proj.weight", *layers, 4, 4),
+        tensor(f"{prefix}mlp.linear_fc1.layer_norm_weight", *layers, 4),
+        tensor(f"{prefix}mlp.linear_fc1.weight", *layers, 6, 4),
+        tensor(f"{prefix}mlp.linear_fc2.weight", *layers, 4, 3),
+        tensor("decoder.final_layernorm.weight", 4),
+    ]
+    problems = Problems()
+    shape = Shape(layers=1, heads=2, groups=1, head_rows=2, vocabulary=6, tied=True)
+    found = {one.name: one for one in to_hugging_face(listed, shape, problems)}
+    assert not problems, problems
+    for theirs, ours in (("self_attention.linear_qkv", "input"), ("mlp.linear_fc1", "post_attention")):
+        norm = found[f"model.layers.0.{ours}_layernorm.weight"]
+        assert norm.shape == (4,)
+        assert {piece.file for piece in norm.pieces} == {f"{prefix}{theirs}.layer_norm_weight"}
+
+
+def test_problems_of_names_are_collected() -> None:
     problems = Problems()
     listed = [
         tensor("embedding.word_embeddings.weight", 8, 4),
