@@ -1,7 +1,8 @@
 """Programs that make one Hugging Face checkpoint out of the parts that the ranks of a trainer have.
 
 A program runs in each of `RANKS` processes, or in one. It gets a `Part`, prepares, calls `part.start()`, and writes
-to `part.target`. `SOURCES` writes the files that mergers read, with the packages that write them in real trainers.
+to `part.target`. The last programs write the files that mergers read: those of Accelerate and DeepSpeed with these
+packages, and those of verl with `torch.save`, as verl does.
 """
 
 from __future__ import annotations
@@ -198,12 +199,18 @@ def write_verl(part: Part) -> None:
 
 
 def write_accelerate(part: Part) -> None:
-    """Write a folder of DCP, as Accelerate does."""
-    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+    """Call the function by which `save_state` of Accelerate writes a sharded model."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import save_fsdp_model
 
     model = sharded_llama(part)
+    PartialState(cpu=True)  # its log needs it
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+    )
     part.start()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=part.target / ACCELERATE)
+    save_fsdp_model(plugin, None, model, str(part.target))
 
 
 def write_deepspeed(part: Part) -> None:

@@ -30,7 +30,7 @@ class Model(nn.Module):
         super().__init__()
         self.up = nn.Linear(24, 90)
         self.down = nn.Linear(90, 33)
-        self.half = nn.Linear(33, 7, dtype=torch.bfloat16)
+        self.low = nn.Linear(33, 7, dtype=torch.bfloat16)
         self.tiny = nn.Parameter(torch.randn(3))
         self.register_buffer("steps", torch.arange(5))
 
@@ -40,9 +40,37 @@ def gathered(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
 
 
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make one step, so that the optimizer has state."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def save_with_accelerate(model: nn.Module, folder: Path) -> dict[str, Any]:
+    """Let Accelerate shard a model with FSDP2 and save it with `save_state`. Return its state dict.
+
+    Accelerate sets the type FSDP only where it finds an accelerator. So it is set here.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    step(model, optimizer)
+    accelerator.save_state(str(folder))
+    return model.state_dict()
+
+
 def run(rank: int, folder: Path, store: str) -> None:
     """Write all kinds, as one rank."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), ACCELERATE_USE_CPU="true")
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ.update(ranks, ACCELERATE_USE_CPU="true")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     flat = init_device_mesh("cpu", (RANKS,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -67,22 +95,20 @@ def run(rank: int, folder: Path, store: str) -> None:
 
     trained = fully_shard(fresh(), mesh=flat)
     optimizer = torch.optim.AdamW(trained.parameters())
-    for parameter in trained.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    step(trained, optimizer)
     dcp.save(
         {"model": trained.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, checkpoint_id=folder / "dcp"
     )
     titan = {**trained.state_dict(), "optimizer": optimizer.state_dict(), "train_state": {"step": torch.tensor(3)}}
     dcp.save(titan, checkpoint_id=folder / "titan")
-    dcp.save({"model": trained.state_dict()}, checkpoint_id=folder / "accelerate" / "pytorch_model_fsdp_0")
-    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder / "accelerate" / "optimizer_0")
     expected = gathered(trained.state_dict())
+    accelerated = gathered(save_with_accelerate(fresh(), folder / "accelerate"))
     writer = dcp.HuggingFaceStorageWriter(str(folder / "hugging_face"), save_distributed=True)
     dcp.save(trained.state_dict(), storage_writer=writer)
     if rank == 0:
-        for kind in ("dcp", "titan", "accelerate", "hugging_face"):
+        for kind in ("dcp", "titan", "hugging_face"):
             torch.save(expected, folder / f"{kind}.expected.pt")
+        torch.save(accelerated, folder / "accelerate.expected.pt")
 
     torch.manual_seed(7)
     old = FSDP1(nn.Sequential(nn.Linear(24, 90), nn.Linear(90, 33)), device_id=torch.device("cpu"))
