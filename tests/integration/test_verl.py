@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import cluster
@@ -95,6 +96,10 @@ def test_a_rollout_reads_through_longshore(python: Path, model: Path, tmp_path: 
     assert [int(token) for token in found[1].split()] == tokens_of(model)
 
 
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 def test_a_checkpoint_of_its_manager_is_converted(python: Path, model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "global_step_1/actor"
     (port,) = free_ports(1)
@@ -102,9 +107,12 @@ def test_a_checkpoint_of_its_manager_is_converted(python: Path, model: Path, tmp
     run(tmp_path, python, *ranks, SCRIPT, "save", model, saved)
     assert {"model_world_size_2_rank_0.pt", "optim_world_size_2_rank_1.pt"} < {path.name for path in saved.iterdir()}
     report = cluster.convert(str(saved), str(tmp_path / "converted"))
+    merge = ("merge", "--backend", "fsdp", "--local_dir", saved, "--target_dir", tmp_path / "merged")
+    run(tmp_path, python, "-m", "verl.model_merger", *merge)
+    converted, merged = (tensors_in(tmp_path / folder) for folder in ("converted", "merged"))
     tensors = load_file(model / "model.safetensors")
-    converted = [load_file(path) for path in (tmp_path / "converted").glob("*.safetensors")]
     assert report.revision
-    assert {name for file in converted for name in file} == tensors.keys()
-    assert all(tensor.equal(tensors[name]) for file in converted for name, tensor in file.items())
+    assert converted.keys() == merged.keys() == tensors.keys()
+    assert all(tensor.equal(tensors[name]) for name, tensor in converted.items())
+    assert all(tensor.equal(tensors[name]) for name, tensor in merged.items())
     assert (tmp_path / "converted/tokenizer.json").exists()

@@ -102,22 +102,12 @@ def test_result_is_what_torch_gathers(fsdp_checkpoints: Path, kind: str, tmp_pat
 
 @pytest.mark.slow
 def test_result_is_that_of_the_frameworks_own_mergers(fsdp_checkpoints: Path, tmp_path: Path) -> None:
+    """verl's merger is in tests/integration/test_verl.py."""
     cluster.convert(fsdp_checkpoints / "accelerate", tmp_path / "a", progress=False)
     check_equal(tensors_in(tmp_path / "a"), tensors_in(fsdp_checkpoints / "accelerate_merged"))
     cluster.convert(fsdp_checkpoints / "dcp", tmp_path / "d", progress=False)
     merged = torch.load(fsdp_checkpoints / "dcp_merged.pt", weights_only=True)
     check_equal(tensors_in(tmp_path / "d"), merged["model"])
-    cluster.convert(fsdp_checkpoints / "fsdp2", tmp_path / "v", progress=False)
-    pytest.importorskip("torch.distributed.tensor")  # to load DTensors
-    ranks = [
-        torch.load(fsdp_checkpoints / f"fsdp2/model_world_size_4_rank_{rank}.pt", weights_only=True)
-        for rank in range(4)
-    ]
-    joined = {
-        name: torch.cat([rank[name].to_local() for rank in ranks]) if hasattr(one, "to_local") else one
-        for name, one in ranks[0].items()
-    }  # as verl's merger does it
-    check_equal(tensors_in(tmp_path / "v"), joined)
 
 
 @pytest.mark.slow
