@@ -22,6 +22,7 @@ import itertools
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -205,6 +206,25 @@ class Staged:
         return sum(slot.template.size_bytes for slot in self.slots)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineUpdateReport:
+    """What an update of an engine did. Bytes are those of all its processes."""
+
+    revision: str
+    tensors: int  # of the checkpoint
+    changed_tensors: int  # that differ, or all if the revision before is not known
+    staged_bytes: int  # that each process staged at one time, at most
+    read_bytes: int  # without those of a process that could not count them, as the host of its arena had ended
+    store_bytes: int  # that left the store, once for each machine; in the same way
+    total_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"revision {self.revision[:12]} in {self.total_s:.2f} s: {self.changed_tensors} of {self.tensors} tensors "
+            f"changed, {self.staged_bytes} bytes staged, {self.read_bytes} read, {self.store_bytes} from the store"
+        )
+
+
 class ResidentWeights:
     """What an update has to know of a model that Longshore has filled."""
 
@@ -362,6 +382,21 @@ class ResidentWeights:
         finally:
             self.staging = False
 
+    def host_bytes(self, slots: Collection[Slot]) -> int:
+        """Return the host memory that staging and exchanging these slots takes.
+
+        A module is packed while its old packed weights and everything that was staged are still there.
+        """
+        here = [slot for slot in slots if slot.template.device.type == "cpu"]
+        packed: Counter[int] = Counter()
+        for slot in here:
+            for owner, _ in slot.owners:
+                packed[id(owner)] += slot.template.size_bytes * (slot.live() is None or self._is_packed(owner))
+        return sum(slot.template.size_bytes for slot in here) + max(packed.values(), default=0)
+
+    def _is_packed(self, module: torch.nn.Module) -> bool:
+        return id(module) in self._packing or hasattr(module, _PACKED_COPY)
+
     @torch.no_grad()
     def exchange(self, staged: Staged, repack: Callable[[torch.nn.Module], object]) -> None:
         """Put staged parameters in the place of the live ones. Memory of live parameters stays where it is.
@@ -378,8 +413,8 @@ class ResidentWeights:
                 else:  # the engine has packed it away
                     owner._parameters[name] = parameter
                     self._packing.add(id(owner))
-        for number, owner in owners.items():
-            if number in self._packing or hasattr(owner, _PACKED_COPY):
+        for owner in owners.values():
+            if self._is_packed(owner):
                 repack(owner)
 
 
@@ -395,7 +430,7 @@ class Update:
     streaming: bool
     changed: set[str] = field(default_factory=set)
     staged_bytes: int = 0  # at most, at one time
-    host_bytes: int = 0  # that ranks of this machine stage in host memory at one time
+    host_bytes: int = 0  # of host memory that ranks of this machine take at one time
     _batches: list[list[Slot]] = field(default_factory=list)  # exchanged one after the other
     _staged: Staged | None = None
 
@@ -405,13 +440,13 @@ class Update:
         self.changed = self.resident.changed(new)
         groups = self.resident.affected(self.changed)
         self._batches = groups if self.streaming else [[slot for group in groups for slot in group]]
-        need = max((_bytes_on(batch, "cpu") for batch in self._batches), default=0)
+        need = max(map(self.resident.host_bytes, self._batches), default=0)
         return Vote(
             f"{self.source.model_uri} at revision {new.revision}{', streaming' if self.streaming else ''}", place, need
         )
 
     def check_room(self) -> None:
-        """Raise DoesNotFit unless there is room for what all ranks of this machine stage. None of them has begun."""
+        """Raise DoesNotFit unless there is room for all ranks of this machine. None of them has begun."""
         hint = "free memory there"
         if not self.streaming:
             hint += ", or update with streaming=True, which stages one module after the other"
@@ -434,7 +469,7 @@ class Update:
             # Other ranks of the machine may have taken their part already, so only this rank's is to be free.
             check_room(
                 batch,
-                _bytes_on(batch, "cpu"),
+                self.resident.host_bytes(batch),
                 "The exchange has begun, so the model may have contents of both revisions",
                 "free memory there and update again, which reads everything, or start the engine anew",
             )
@@ -457,7 +492,11 @@ class Vote:
 
     what: str = ""  # what it is about to do; the same on all ranks
     place: str = ""  # names the machine, or what of it shares memory
-    host_bytes: int = 0  # of host memory that it will stage at one time
+    host_bytes: int = 0  # of host memory that it will take at one time
+    # in the end, what it has taken and read, and what left the store for all ranks of its machine
+    staged_bytes: int = 0
+    read_bytes: int = 0
+    store_bytes: int = 0
     error: str = ""
 
 
@@ -534,12 +573,16 @@ def error_of(text: str) -> LongshoreError:
     """
     found = re.search(rf"\b({'|'.join(_SENT)}): ", text)
     kind: type[LongshoreError] = UpdateFailed if found is None else _SENT[found[1]]
-    return kind(f"the engine's update failed: {text}")
+    details: dict[str, Any] = {}
+    if updated := re.search(r" \(updated_ranks=\[([\d, ]*)\]\)", text):
+        details["updated_ranks"] = [int(rank) for rank in re.findall(r"\d+", updated[1])]
+        text = text.replace(updated[0], "")
+    return kind(f"the engine's update failed: {text}", **details)
 
 
 def take_together(
     begin: Callable[[], contextlib.AbstractContextManager[Update]], group: Any, ranks: int, log: logging.Logger
-) -> None:
+) -> EngineUpdateReport:
     """Take a new revision on every rank of an engine, or on none. Every rank calls it.
 
     Args:
@@ -547,6 +590,9 @@ def take_together(
         group: A process group of all ranks that works with host memory.
         ranks: Number of ranks in it.
         log: Gets a line about what the update has cost.
+
+    Returns:
+        What the update did on all ranks.
 
     Raises:
         UpdateRefused: The revision differs in more than contents, or the engine repacks weights in an unknown way.
@@ -576,23 +622,37 @@ def take_together(
         update.host_bytes = bytes_here(votes, place)
         for step in (update.check_room, update.prepare):  # no rank stages before all have looked
             together(group, ranks, partial(left_if_failed, step), exchanges=False)
-        together(group, ranks, update.exchange, exchanges=True)
+
+        def exchange() -> Vote:
+            update.exchange()
+            try:
+                read = update.opened.report()
+            except LongshoreError as error:  # the arena's host has ended, and everything had been read before
+                log.warning("It is not known what the update has read: %s", error)
+                read = {"read_bytes": 0, "store_bytes": 0}
+            return Vote(
+                place=place,
+                staged_bytes=update.staged_bytes,
+                read_bytes=read["read_bytes"],
+                store_bytes=read["store_bytes"],
+            )
+
+        votes = together(group, ranks, exchange, exchanges=True)
         update.finish()
-        try:
-            report = update.opened.report()
-        except LongshoreError as error:  # the arena's host has ended, and everything had been read before
-            read = f"what was read is not known ({error})"
-        else:
-            read = f"this process read {report['read_bytes']} bytes, all here {report['store_bytes']} from the store"
-    log.info(
-        "Updated to revision %s in %.2f s: %d of %d tensors changed, this process staged %d bytes, %s",
-        update.opened.revision[:12],
-        time.monotonic() - begin_s,
-        len(update.changed),
-        len(update.opened),
-        update.staged_bytes,
-        read,
+    store_bytes: dict[str, int] = {}  # by machine: the last rank of it to end has counted all
+    for vote in votes:
+        store_bytes[vote.place] = max(store_bytes.get(vote.place, 0), vote.store_bytes)
+    report = EngineUpdateReport(
+        revision=update.opened.revision,
+        tensors=len(update.opened),
+        changed_tensors=len(update.changed),
+        staged_bytes=sum(vote.staged_bytes for vote in votes),
+        read_bytes=sum(vote.read_bytes for vote in votes),
+        store_bytes=sum(store_bytes.values()),
+        total_s=time.monotonic() - begin_s,
     )
+    log.info("Updated to %s", report)
+    return report
 
 
 def pack(module: torch.nn.Module) -> None:
@@ -697,10 +757,6 @@ def _standing_in(staged: Staged) -> Iterator[None]:
             owner._parameters[name] = was
 
 
-def _bytes_on(slots: Iterable[Slot], kind: str) -> int:
-    return sum(slot.template.size_bytes for slot in slots if slot.template.device.type == kind)
-
-
 def check_room(slots: Sequence[Slot], host_bytes: int, state: str, hint: str) -> None:
     """Raise DoesNotFit unless there is memory for new parameters on each device.
 
@@ -715,7 +771,7 @@ def check_room(slots: Sequence[Slot], host_bytes: int, state: str, hint: str) ->
             need, free = host_bytes, available_host_bytes() - HEADROOM_BYTES
         if need > free:
             raise DoesNotFit(
-                f"the update has to stage {need} bytes on {device}, and {max(free, 0)} are free. {state}",
+                f"the update needs {need} bytes on {device}, and {max(free, 0)} are free. {state}",
                 hint=hint,
                 needed_bytes=need,
                 free_bytes=max(free, 0),

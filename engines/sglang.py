@@ -157,7 +157,7 @@ def _update(original: Callable[..., Any], updater: Any, path: str, load_format: 
     world, number = get_world_group(), next(_UPDATES)
     try:
         with set_default_torch_dtype(updater.model_config.dtype):
-            take_together(lambda: _begin(updater, path, number), world.cpu_group, world.world_size, _LOG)
+            report = take_together(lambda: _begin(updater, path, number), world.cpu_group, world.world_size, _LOG)
     except Exception as error:
         _LOG.error("The update failed: %s", error)
         return False, text_of(error)
@@ -165,7 +165,7 @@ def _update(original: Callable[..., Any], updater: Any, path: str, load_format: 
     updater.update_model_fields(
         updater.get_model(), model_path=path, load_format=load_format, load_config=LoadConfig(load_format=load_format)
     )
-    return True, "Succeeded to update model weights."
+    return True, f"Succeeded to update model weights to {report}."
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, wraps
 from typing import Any
 
@@ -29,7 +29,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from actors.reader.open_model import safe_open
 from cluster.errors import ModelBroken, UpdateRefused
 from cluster.small_files import ModelSource
-from engines.resident_weights import ResidentWeights, Update, error_of, pack, take_together, text_of
+from engines.resident_weights import (
+    EngineUpdateReport,
+    ResidentWeights,
+    Update,
+    error_of,
+    pack,
+    take_together,
+    text_of,
+)
 from engines.vllm import every_core, group_of_engine
 from storage.errors import LongshoreError
 from storage.problems import quote
@@ -76,6 +84,7 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        self.report: EngineUpdateReport | None = None  # of the last update
         from vllm.v1.worker.gpu_worker import Worker  # not at the top: it imports all of vLLM
 
         notice_writes(Worker)
@@ -115,7 +124,7 @@ class LongshoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         world = get_world_group()
         self._updates = getattr(self, "_updates", 0) + 1
         try:
-            take_together(lambda: self._begin(info()), world.cpu_group, world.world_size, _LOG)
+            self.report = take_together(lambda: self._begin(info()), world.cpu_group, world.world_size, _LOG)
         except Exception as error:
             if world.rank_in_group == world.world_size - 1:
                 # vLLM passes on the text of an error, without its type.
@@ -153,7 +162,7 @@ _WRITES: dict[str, Callable[..., bool]] = {
 
 @cache
 def notice_writes(kind: type) -> None:
-    """Let every worker of this class note that it writes or discards weights. Done once in a process."""
+    """Let every worker of this class note that it writes or discards weights, and report updates. Done once."""
 
     def noticing(original: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
         @wraps(original)
@@ -167,6 +176,16 @@ def notice_writes(kind: type) -> None:
     for name, writes in _WRITES.items():
         if hasattr(kind, name):  # a later version may have more of them
             setattr(kind, name, noticing(getattr(kind, name), writes))
+    take_update = kind.update_weights  # type: ignore[attr-defined]
+
+    @wraps(take_update)
+    def update_weights(worker: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        take_update(worker, *args, **kwargs)
+        # vLLM returns nothing. It passes on the answers of workers, of plain values only.
+        report = getattr(worker.weight_transfer_engine, "report", None)
+        return None if report is None else asdict(report)
+
+    kind.update_weights = update_weights  # type: ignore[attr-defined]
 
 
 def _unknown_packing(module: torch.nn.Module) -> bool:
@@ -188,7 +207,7 @@ def update(
     revision: str = "",
     streaming: bool = False,
     **options: Any,
-) -> None:
+) -> EngineUpdateReport:
     """Give a running engine the weights of another revision, in place, and empty its prefix cache.
 
     Args:
@@ -199,6 +218,9 @@ def update(
         streaming: Stage one module after the other, for less memory. A failure then leaves contents of two revisions.
         **options: Of the store, as `safe_open` has them: `endpoint_url`, `region`, `profile`, `anonymous`. They hold
             for later updates, too, until others are given.
+
+    Returns:
+        The revision that the engine has now, and what the update has read and taken.
 
     Raises:
         UpdateRefused: The revision differs in more than contents, or the engine repacks weights in a way that is not
@@ -221,7 +243,7 @@ def update(
     info = {"uri": uri, "revision": revision, "streaming": streaming, "options": options}
     try:
         _ask_workers(llm, "start_weight_update")
-        _ask_workers(llm, "update_weights", info)
+        answers = _ask_workers(llm, "update_weights", info)
         _ask_workers(llm, "finish_weight_update")
     except Exception as error:
         errors = [error]
@@ -232,21 +254,23 @@ def update(
         # When a worker has died, the first call is only "cancelled".
         if any(isinstance(one, EngineDeadError) or "Executor failed" in str(one) for one in errors):
             raise ModelBroken(
-                "a process of the engine died in the update, and vLLM has ended the others. "
-                "Its log says which workers had the new revision",
+                "a process of the engine died in the update, and vLLM has ended the others. If it died in the "
+                "exchange, the log says which workers had the new revision. Before the exchange, none had it",
                 hint="start the engine anew",
             ) from error
         if isinstance(own := error.__cause__, LongshoreError):  # the worker is in this process
             raise own from own.__cause__
         raise error_of(str(error)) from error
     _empty_caches(llm)
+    return EngineUpdateReport(**answers[0])
 
 
 def _empty_caches(llm: Any) -> None:
     """Empty the caches that were made with the old weights. Raises ModelBroken where that cannot be done."""
-    cause = None
+    problem, cause = "", None
     try:
-        problem = "requests are running" if llm.reset_prefix_cache() is False else ""
+        if llm.reset_prefix_cache(reset_connector=True) is False:
+            problem = "requests are running, or a KV connector could not empty its own"
         if hasattr(llm.llm_engine, "reset_encoder_cache"):
             llm.llm_engine.reset_encoder_cache()
     except Exception as error:
@@ -254,23 +278,22 @@ def _empty_caches(llm: Any) -> None:
     if problem:
         raise ModelBroken(
             f"every worker has the new weights, but a cache of the old ones could not be emptied: {problem}",
-            hint="call reset_prefix_cache when no request runs, or update again, which does so",
+            hint="call reset_prefix_cache(reset_connector=True) when no request runs, or update again, which does so",
         ) from cause
 
 
 LOOK_S = 0.5  # between two looks whether the engine's process lives
 
 
-def _ask_workers(llm: Any, method: str, *args: Any) -> None:
-    """Call a method of every worker. Raises what the call raises, and EngineDeadError if the engine's process ends.
+def _ask_workers(llm: Any, method: str, *args: Any) -> Any:
+    """Call a method of every worker, and return their answers.
 
-    vLLM's client waits for ever for a call that was under way when that process ended
-    (`SyncMPClient.call_utility` of vLLM 0.32).
+    Raises what the call raises, and EngineDeadError if the engine's process ends. vLLM's client waits for ever for a
+    call that was under way when that process ended (`SyncMPClient.call_utility` of vLLM 0.32).
     """
     client = getattr(llm.llm_engine.engine_core, "resources", None)
     if client is None:  # the engine runs in this process
-        llm.collective_rpc(method, args=args)
-        return
+        return llm.collective_rpc(method, args=args)
     answer: Future[Any] = Future()
 
     def ask() -> None:
@@ -287,4 +310,4 @@ def _ask_workers(llm: Any, method: str, *args: Any) -> None:
         asking.join(LOOK_S)  # an answer may just have come
     if not answer.done():
         raise EngineDeadError
-    answer.result()
+    return answer.result()

@@ -5,6 +5,7 @@ begins with "answer: ":
 
     ["tokens", prompt]          the tokens that the model writes, and how many of the prompt's the cache had
     ["update", URI, options]    "" or the text of the error
+    ["report"]                  what the last update that was taken has read and taken
     ["reload"]                  each worker loads what its folder names
     ["pointers"]                for each worker, addresses of parameters that are never packed
     ["fail"]                    the last worker raises an error in the exchange of the next update
@@ -17,6 +18,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from typing import Any
 
 
@@ -50,10 +52,14 @@ def main() -> None:
 
     from engines.vllm_updates import update
 
+    report = None
     llm = LLM(skip_tokenizer_init=True, **json.loads(sys.argv[1]))
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
 
     def answer(kind: str, *told: Any) -> Any:
+        nonlocal report
+        if kind == "report":
+            return report and asdict(report)
         if kind == "tokens":
             (found,) = llm.generate([{"prompt_token_ids": told[0]}], sampling)
             return list(found.outputs[0].token_ids), found.num_cached_tokens
@@ -66,7 +72,7 @@ def main() -> None:
         if kind == "die":
             return llm.collective_rpc(die, args=told)
         try:
-            update(llm, told[0], **told[1])
+            report = update(llm, told[0], **told[1])
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
