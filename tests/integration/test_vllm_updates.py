@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import cluster
 from tests.support.counting_proxy import CountingProxy
 from tests.support.engines import (
     REPOSITORY,
+    SIZES,
     EngineServer,
     chunks_read,
     config_folder,
@@ -27,7 +30,8 @@ from tests.support.engines import (
     tokens_of,
     variables_of,
 )
-from tests.support.stored_models import StoredModel, publish_to
+from tests.support.hf_models import make_tiny
+from tests.support.stored_models import CHUNK_BYTES, StoredModel, publish_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -148,6 +152,11 @@ def test_only_what_changed_is_read_and_tokens_are_new(
     assert session("update", models["few"].uri, {}) == ""
     size = (folders["few"] / "model.safetensors").stat().st_size
     assert 0 < bytes_of(proxy, before) < 0.09 * size
+    report = session("report")
+    assert report["revision"] == cluster.safe_open(models["few"].uri, cache=False, **models["few"].options).revision
+    assert 2 <= report["changed_tensors"] < report["tensors"] == 57
+    assert 0 < report["store_bytes"] <= bytes_of(proxy, before)
+    assert report["store_bytes"] / 2 < report["read_bytes"] < report["staged_bytes"]
     assert session.tokens() == tokens_of(folders["few"], PROMPT)
     assert session.cached == 0  # what the cache had was of the old weights
     assert session("pointers") == places
@@ -224,6 +233,33 @@ def test_a_worker_killed_while_it_stages_ends_the_engine(
         check_killed(session, models["b"], "Watch", "named")
 
 
+def test_saves_to_one_uri_are_taken_in_turn(s3_server: Any, proxy: CountingProxy, tmp_path: Path) -> None:
+    """A trainer saves each step of a tied model in the same place."""
+    made = make_tiny("llama", tie_word_embeddings=True, **{**SIZES, "max_position_embeddings": 128})
+    stored = StoredModel(f"s3://models/vllm-saves-{os.getpid()}", tmp_path / "step", s3_server)
+
+    def save(step: int, changed: str) -> list[int]:
+        parameter = made.get_parameter(changed)
+        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).bfloat16() * 0.05
+        folder = stored.folder / str(step)
+        made.save_pretrained(folder)
+        config = [folder / "config.json"]
+        cluster.save(made.state_dict(), stored.uri, extra_files=config, chunk_bytes=CHUNK_BYTES, **stored.options)
+        return tokens_of(folder, PROMPT)
+
+    embedding = "model.embed_tokens.weight"
+    first = save(0, embedding)
+    with session_of(stored, proxy, tmp_path) as session:
+        assert session.tokens() == first
+        for step, (changed, uri) in enumerate([("model.layers.1.mlp.up_proj.weight", ""), (embedding, stored.uri)], 1):
+            tokens, before = save(step, changed), len(chunks_read(proxy))
+            assert session("update", uri, {}) == ""
+            assert session.tokens() == tokens
+            # Up is in one module with gate, and the embedding in one chunk with others.
+            assert 0 < bytes_of(proxy, before) < 0.2 * sum(tensor.nbytes for tensor in made.parameters())
+            assert 0 < session("report")["store_bytes"] <= bytes_of(proxy, before)
+
+
 class Server(EngineServer):
     """vLLM's HTTP server, with the routes of its development mode."""
 
@@ -273,7 +309,7 @@ def test_updates_over_http(
         assert update_over(server, models["wide"]) == 500
         assert server.tokens() == first
         assert update_over(server, models["b"]) == 200
-        assert json.loads(server.post("/reset_prefix_cache")[1]) == {"success": True}
+        assert json.loads(server.post("/reset_prefix_cache?reset_external=true")[1]) == {"success": True}
         hits = server.cache_hits()
         assert server.tokens() == tokens_of(folders["b"], PROMPT)
         assert server.cache_hits() == hits
@@ -351,15 +387,22 @@ def test_discarded_weights_are_noticed() -> None:
 def test_a_cache_that_is_not_emptied_breaks_the_model() -> None:
     """All workers have the new weights, so it must not read as if they had the old ones."""
     code = """
+    import inspect
     from types import SimpleNamespace
 
     from cluster.errors import ModelBroken
     from engines.vllm_updates import update
+    from vllm import LLM
 
-    def raises():
+    signature = inspect.signature(LLM.reset_prefix_cache)
+
+    def busy(*args, **kwargs):
+        return not signature.bind(None, *args, **kwargs).arguments["reset_connector"]  # which also has old contents
+
+    def raises(*args, **kwargs):
         raise RuntimeError("the engine ended")
 
-    for reset, text in ((lambda: False, "requests are running"), (raises, "RuntimeError: the engine ended")):
+    for reset, text in ((busy, "requests are running"), (raises, "RuntimeError: the engine ended")):
         engine = SimpleNamespace(engine_core=SimpleNamespace())
         llm = SimpleNamespace(llm_engine=engine, collective_rpc=lambda *_, **__: None, reset_prefix_cache=reset)
         try:
@@ -368,6 +411,29 @@ def test_a_cache_that_is_not_emptied_breaks_the_model() -> None:
             assert "every worker has the new weights" in str(error) and text in str(error), error
         else:
             raise SystemExit("no error")
+    """
+    run_code(code)
+
+
+def test_what_a_caller_may_not_ask_is_refused() -> None:
+    """A request cannot change which signatures are accepted, and an asynchronous engine has methods of its own."""
+    code = """
+    from types import SimpleNamespace
+
+    import pytest
+    from cluster.errors import UpdateRefused
+    from engines.resident_weights import ResidentWeights
+    from engines.vllm_updates import LongshoreWeightTransfer, UpdateInfo, update
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    ResidentWeights.of = lambda model: None
+    transfer = SimpleNamespace(model=None)
+    for option in ("trusted_keys", "verify", "credentials"):
+        with pytest.raises(UpdateRefused, match=f"no options '{option}'"):
+            with LongshoreWeightTransfer._begin(transfer, UpdateInfo(options={option: []})):
+                raise SystemExit(option)
+    with pytest.raises(UpdateRefused, match="asynchronous"):
+        update(SimpleNamespace(collective_rpc=AsyncLLM.collective_rpc))
     """
     run_code(code)
 
