@@ -6,6 +6,7 @@ SGLang runs in an environment of its own (`tests/engine_environments/make.sh sgl
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -49,7 +50,8 @@ OPTIONS = {
 }
 # An engine that takes one revision after the other. SGLang's processes import this file, too.
 UPDATES = """
-import json, sys
+import hashlib, json, sys
+import numpy
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -69,11 +71,14 @@ HookRegistry.register(f"{UPDATER}.update_weights_from_disk", watch, HookType.ARO
 def answer(engine, taken):
     sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
     (found,) = engine.generate(input_ids=[[1, 5, 7, 9]], sampling_params=sampling)
-    weights = engine.get_weights_by_name("model.layers.1.self_attn.o_proj.weight", truncate_size=4)
+    weights = {}
+    for name in json.loads(sys.argv[1]):
+        part = numpy.array(engine.get_weights_by_name(name, truncate_size=1 << 20), numpy.float32)
+        weights[name] = [len(part), hashlib.sha256(part.tobytes()).hexdigest()]
     print("answer:", json.dumps([taken, found["output_ids"], found["meta_info"]["cached_tokens"], weights]))
 
 if __name__ == "__main__":
-    first, options, *revisions = map(json.loads, sys.argv[1:])
+    first, options, *revisions = map(json.loads, sys.argv[2:])
     engine = sglang.Engine(model_path=first, load_format="private", skip_tokenizer_init=True, **options)
     answer(engine, "")
     for revision in revisions:
@@ -107,6 +112,14 @@ if __name__ == "__main__":
     load_plugins()
     run_server(prepare_server_args(sys.argv[1:]))
 """
+# A divided embedding, parts of fused parameters, one that is divided by columns, and one that is not divided
+COMPARED = (
+    "model.embed_tokens.weight",
+    "model.layers.1.self_attn.q_proj.weight",
+    "model.layers.1.mlp.up_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.norm.weight",
+)
 PROMPT = tuple(range(10, 50))  # several pages of the prefix cache
 PAGE_TOKENS = 8
 
@@ -184,7 +197,7 @@ def test_two_ranks_take_revisions_in_place(
         script = tmp_path / "updates.py"
         script.write_text(UPDATES)
         options = {**OPTIONS, "tp_size": 2}
-        done = run(python, s3_server, tmp_path, str(script), *map(json.dumps, [first, options, *revisions]))
+        done = run(python, s3_server, tmp_path, str(script), *map(json.dumps, [COMPARED, first, options, *revisions]))
         chunks = chunks_read(proxy)
     answers = [json.loads(text) for text in re.findall(r"^answer: (.*)$", done.stdout, re.MULTILINE)]
     assert len(answers) == 5, said(done)
@@ -196,8 +209,13 @@ def test_two_ranks_take_revisions_in_place(
     assert [answer[1] for answer in answers] == [tokens_of(folders[name]) for name in has]
     assert [answer[2] > 0 for answer in answers] == [False, False, True, True, False]  # the prefix cache
     for answer, name in zip(answers, has, strict=True):
-        stored = load_file(folders[name] / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
-        assert answer[3] == stored[:4].tolist(), name
+        stored = load_file(folders[name] / "model.safetensors")
+        for weight in COMPARED:
+            rows, digest = answer[3][weight]  # of the first rank, at least
+            assert rows >= len(stored[weight]) / 2
+            assert digest == hashlib.sha256(stored[weight][:rows].float().numpy().tobytes()).hexdigest(), (name, weight)
+    for answer in answers[1], answers[4]:
+        assert re.search(r"to revision \w{12} in .*: \d+ of 57 tensors changed", answer[0][1]), answer
     assert sorted(re.findall(r"in place: (\d) (\w+)", done.stdout)) == [("0", "True")] * 4 + [("1", "True")] * 4
     # Each chunk leaves the store once for both ranks, and only what changed.
     for name in ("a", "few", "b"):
@@ -304,10 +322,59 @@ def test_only_methods_that_pack_nothing_take_updates(python: Path) -> None:
         _released(manager, SimpleNamespace(tags=tags))
         assert noticed == ["model"] * discards, tags
     """
+    run_code(python, code)
+
+
+def run_code(python: Path, code: str) -> None:
+    """Run a program in SGLang's environment."""
     done = subprocess.run(
         [python, "-c", textwrap.dedent(code)], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_drafts_and_pipeline_stages_take_no_updates(python: Path) -> None:
+    code = """
+    from types import SimpleNamespace
+
+    import pytest
+    import torch
+    from cluster.errors import UpdateRefused
+    from engines.resident_weights import ResidentWeights
+    from engines.sglang import _begin, _update
+    from sglang.srt.configs.load_config import LoadFormat
+    from sglang.srt.distributed import parallel_state
+
+    ResidentWeights.of = lambda model: None
+    runner = SimpleNamespace(
+        pp_group=SimpleNamespace(world_size=1), spec_algorithm=SimpleNamespace(is_none=lambda: False)
+    )
+    updater = SimpleNamespace(get_model=torch.nn.Module, get_model_runner=lambda: runner, model_config=None)
+    with pytest.raises(UpdateRefused, match="draft models"), _begin(updater, "s3://models/new", 1):
+        raise SystemExit("a draft model")
+    runner.pp_group.world_size = 2
+    taken, message = _update(None, updater, "s3://models/new", LoadFormat.PRIVATE)
+    assert not taken and "one after the other" in message, message
+    """
+    run_code(python, code)
+
+
+def test_hooks_are_for_methods_that_sglang_has(python: Path) -> None:
+    """SGLang only logs a hook whose target it does not have."""
+    code = """
+    import pkgutil
+
+    from engines.sglang import register
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    targets = []
+    HookRegistry.register = lambda target, *_: targets.append(target)
+    register()
+    assert len(targets) == len(set(targets)) == 6, targets
+    for target in targets:
+        assert callable(pkgutil.resolve_name(target)), target
+    """
+    run_code(python, code)
 
 
 def test_weights_of_another_model_end_the_engine(
