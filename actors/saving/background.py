@@ -1,7 +1,7 @@
 """`cluster.asave`: a save that goes on in the background, from a copy in host memory.
 
-    asave: names, training state --> every rank: room for the copy? --> copy --> return the handle
-                                                                         thread: `save` of the copy --> the handle
+    asave: the checks of `save` --> every rank: room for the copy? --> copy --> return the handle
+                                                                        thread: `save` of the copy --> the handle
 
 The copy is the one exception to the rule that a save needs memory for a few parts only. All ranks compare what they
 need with what their hosts have before the first copy, and all of them raise the same error.
@@ -27,17 +27,15 @@ import torch
 from actors.saving.boxed import BoxedTensor, as_boxed
 from actors.saving.exchange import Agreed, Ranks
 from actors.saving.handles import SaveHandle, start_save, wait_for_background_saves
-from actors.saving.hf_names import as_stored, config_files
 from actors.saving.save import (
     Arguments,
     ExtraFiles,
     SaveReport,
     agree_on_state,
-    read_files,
+    check_tensors,
     save,
     save_tensors,
     save_training,
-    state_answer,
 )
 from actors.saving.training_state import collect_state
 from cluster.argument_types import check_types, checks_arguments
@@ -81,7 +79,7 @@ def asave(
 
     Raises:
         NoRoomToStage: A host has no room for the copy. Every rank raises it, and nothing was copied.
-        SaveRefused: Names or values cannot be saved.
+        SaveRefused: Arguments or tensors cannot be saved, as `save` says it. Nothing was copied.
         SaveError: Another rank did not come.
 
     Example:
@@ -101,13 +99,15 @@ def asave(
     state: dict[str, Any] = {}
     values = b""
     with given.meet() as ranks:  # which hear of an error
-        tensors = {name: as_boxed(value) for name, value in as_stored(state_dict, model).items()}
-        files = read_files(extra_files, config_files(model)) if ranks.rank == 0 else {}
-        given = replace(given, model=None, keeps_names=True, files=files)
+        given = given.with_files(extra_files, ranks)
         if has_state:
-            found, values = collect_state(model, optimizer, scheduler, extra_state)
-            state = {name: as_boxed(value) for name, value in found.items()}
-        number = _agree(ranks, [tensors, state], state_answer(optimizer, has_state))
+            state, values = collect_state(model, optimizer, scheduler, extra_state)
+        number = agree_on_state(ranks, optimizer, has_state)
+        tensors = check_tensors(state_dict, given, ranks)
+        given = replace(given, model=None, keeps_names=True)
+        state = check_tensors(state, given, ranks) if number else {}
+        tensors, state = ({name: as_boxed(name, one) for name, one in found.items()} for found in (tensors, state))
+        _check_room(ranks, [tensors, state])
     copies: dict[Any, torch.Tensor] = {}
     try:
         tensors, state = _copied(tensors, copies), _copied(state, copies)
@@ -128,19 +128,15 @@ def _save_copy(
         return save_tensors(tensors, given, ranks, started_s)
 
 
-def _agree(ranks: Ranks, states: list[dict[str, Any]], about_state: bytes) -> str:
-    """Return the number of the training state, "" without one.
-
-    Raises on every rank if one host lacks memory for the copies of its ranks.
-    """
+def _check_room(ranks: Ranks, states: list[dict[str, Any]]) -> None:
+    """Raise on every rank if one host lacks memory for the copies of its ranks."""
     memory = {_memory_of(tensor): tensor.numel() * tensor.element_size() for s in states for tensor in _local(s)}
     room_bytes = int(available_host_bytes() * (1 - SPARE_FRACTION))
-    mine = [socket.gethostname(), sum(memory.values()), room_bytes, about_state.decode()]
+    mine = [socket.gethostname(), sum(memory.values()), room_bytes]
     answers = [json.loads(answer) for answer in ranks.gather(json.dumps(mine).encode())]
-    number = agree_on_state([answer[3].encode() for answer in answers])
     needed: dict[str, int] = {}
     room: dict[str, int] = {}
-    for host, need, have, _ in answers:
+    for host, need, have in answers:
         needed[host] = needed.get(host, 0) + need
         room[host] = min(room.get(host, have), have)
     for host in needed:
@@ -156,7 +152,6 @@ def _agree(ranks: Ranks, states: list[dict[str, Any]], about_state: bytes) -> st
                     missing_bytes=needed[host] - room[host],
                 )
             )
-    return number
 
 
 def _local(state: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -167,7 +162,7 @@ def _local(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    if tensor.is_meta or not tensor.numel():
+    if not tensor.numel():
         return id(tensor)
     return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from actors.handover.modules import as_dtensor
+from cluster.errors import SaveRefused
 from cluster.layouts.region import Box, MeshCut, dtensor_region
 from cluster.saving.names import BoxPart, Mosaic, MosaicPiece, parts_of_box
+from storage.problems import quote
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,11 @@ class BoxedTensor:
 class SourceBoxes:
     """The boxes of one tensor of a state dict, on all ranks."""
 
-    def __init__(self, value: Any) -> None:
-        """Read a DTensor or FSDP1's ShardedTensor. Raises TypeError for other tensors, which are whole."""
+    def __init__(self, name: str, value: Any) -> None:
+        """Read a DTensor or FSDP1's ShardedTensor. Raises TypeError for other tensors, which are whole.
+
+        Raises SaveRefused as `cuts_of` does.
+        """
         if isinstance(value, BoxedTensor) or not hasattr(value, "size"):
             raise TypeError(f"{type(value).__name__} is not cut by torch")
         self.shape = tuple(value.size())
@@ -45,7 +50,7 @@ class SourceBoxes:
         dtensor = as_dtensor(value) if isinstance(value, torch.Tensor) else None
         if dtensor is not None:
             self.dtype = dtensor.dtype
-            self._read_dtensor(dtensor.detach())
+            self._read_dtensor(name, dtensor.detach())
         elif (kind := _sharded_kind()) is not None and isinstance(value, kind):
             self.dtype = value.metadata().tensor_properties.dtype
             for shard in value.metadata().shards_metadata:
@@ -72,13 +77,8 @@ class SourceBoxes:
             for part in parts_of_box(one, piece.source, self.shape, box):
                 yield rank, part, self._local.get(box) if rank == _own_rank() else None
 
-    def _read_dtensor(self, value: Any) -> None:
-        mesh = value.device_mesh
-        cuts = tuple(
-            (number, placement.dim % len(self.shape), int(getattr(placement, "split_factor", 1)))
-            for number, placement in enumerate(value.placements)
-            if getattr(placement, "dim", None) is not None
-        )
+    def _read_dtensor(self, name: str, value: Any) -> None:
+        mesh, cuts = value.device_mesh, cuts_of(name, value)
         local, own = value.to_local(), _own_rank()
         for rank, box, place in _mesh_boxes(
             self.shape, tuple(mesh.mesh.shape), tuple(mesh.mesh.reshape(-1).tolist()), cuts
@@ -107,10 +107,27 @@ def _mesh_boxes(
     return tuple(found)
 
 
-def as_boxed(value: Any) -> Any:
+def cuts_of(name: str, tensor: Any) -> tuple[tuple[int, int, int], ...]:
+    """Return how a DTensor is cut, as `Cutting.cuts` lists it.
+
+    Raises SaveRefused for placements that are no part of the values, such as Partial.
+    """
+    cuts: list[tuple[int, int, int]] = []
+    for number, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", None)
+        if placement.is_partial() or dim is None:
+            kind = type(placement).__name__
+            raise SaveRefused(f"{quote(name)} is {kind} over a mesh: its values are sums that are not made yet")
+        cuts.append((number, dim % tensor.ndim, int(getattr(placement, "split_factor", 1))))
+    return tuple(cuts)
+
+
+def as_boxed(name: str, value: Any) -> Any:
     """Return a tensor that is cut as boxes, and any other value as it is."""
     try:
-        return SourceBoxes(value).as_boxed()
+        return SourceBoxes(name, value).as_boxed()
     except TypeError:
         return value
 

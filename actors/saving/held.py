@@ -18,7 +18,8 @@ import torch
 
 from actors.devices.convert import stored_dtype
 from actors.handover.modules import as_dtensor
-from actors.saving.boxed import BoxedTensor
+from actors.saving.boxed import BoxedTensor, cuts_of
+from cluster.errors import SaveRefused
 from cluster.layouts.region import MeshCut, dtensor_region
 from cluster.saving.held import Cutting, RankTable
 from storage.problems import Problems, quote
@@ -148,16 +149,11 @@ class HeldTensors:
 
     def _cutting_of(self, name: str, tensor: Any) -> Cutting | None:
         mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-        cuts: list[tuple[int, int, int]] = []
-        for number, placement in enumerate(tensor.placements):
-            if placement.is_replicate():
-                continue
-            dim = getattr(placement, "dim", None)
-            if placement.is_partial() or dim is None:
-                kind = type(placement).__name__
-                self._problems.add(f"{quote(name)} is {kind} over a mesh: its values are sums that are not made yet")
-                return None
-            cuts.append((number, dim % len(shape), int(getattr(placement, "split_factor", 1))))
+        try:
+            cuts = cuts_of(name, tensor)
+        except SaveRefused as error:
+            self._problems.add(error.message)
+            return None
         grid = mesh.mesh
         ranks = tuple(self._ranks.get(rank, -1) for rank in grid.reshape(-1).tolist())
         here = mesh.get_coordinate()
@@ -169,7 +165,7 @@ class HeldTensors:
             if wanted != local and not (0 in wanted and 0 in local):
                 self._problems.add(f"{quote(name)} has a local part of shape {local}, its placements say {wanted}")
                 return None
-        return Cutting(mesh=tuple(grid.shape), ranks=ranks, cuts=tuple(cuts))
+        return Cutting(mesh=tuple(grid.shape), ranks=ranks, cuts=cuts)
 
 
 def _sharded(value: Any) -> Sequence[Any] | None:

@@ -82,7 +82,7 @@ def as_stored(state: Mapping[str, Any], model: torch.nn.Module | None = None) ->
         Values of `state`, and for tensors that are stored in another shape, views and `BoxedTensor`.
 
     Raises:
-        SaveRefused: See `stored_tensors`.
+        SaveRefused: See `stored_tensors`. Or a tensor that is split or joined has values that are sums not made yet.
         DependencyChanged: See `stored_tensors`.
     """
     shapes = {name: (tuple(value.size()), value.dtype) for name, value in state.items() if _is_tensor(value)}
@@ -96,7 +96,7 @@ def as_stored(state: Mapping[str, Any], model: torch.nn.Module | None = None) ->
         for name in names:
             if name not in sources:
                 try:
-                    sources[name] = SourceBoxes(state[name])
+                    sources[name] = SourceBoxes(name, state[name])
                 except TypeError:
                     sources[name] = state[name]
         made[tensor.name] = boxed_view(tensor.mosaic, tensor.dtype, sources)

@@ -216,27 +216,23 @@ def save(
         config=config,
     )
     with given.meet() as ranks:
-        if ranks.rank == 0:
-            try:
-                given = replace(given, files=read_files(extra_files, config_files(model)))
-            except SaveRefused as error:
-                given = replace(given, problems=(str(error),))
+        given = given.with_files(extra_files, ranks)
         has_state = not (optimizer is None and scheduler is None and extra_state is None)
         state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
-        number = agree_on_state(ranks.gather(state_answer(optimizer, has_state)))
+        number = agree_on_state(ranks, optimizer, has_state)
+        if number:  # which is written before the model
+            state_dict = check_tensors(state_dict, given, ranks)
+            given = replace(given, keeps_names=True)
         return save_tensors(state_dict, save_training(number, state, given), ranks, started_s)
 
 
-def state_answer(optimizer: Any, has_state: bool) -> bytes:
-    """Return what a rank tells the others about its state of a training run: a number for it, and its optimizer."""
-    return (b"o" if optimizer is not None else b"-") + (new_revision().encode() if has_state else b"")
-
-
-def agree_on_state(answers: Sequence[bytes]) -> str:
+def agree_on_state(ranks: Ranks, optimizer: Any, has_state: bool) -> str:
     """Return the number under which all ranks save the state of rank 0; "": it has none.
 
     Raises Agreed with SaveRefused if some ranks alone have an optimizer, whose parts would be missing.
     """
+    answer = (b"o" if optimizer is not None else b"-") + (new_revision().encode() if has_state else b"")
+    answers = ranks.gather(answer)
     without = [rank for rank, answer in enumerate(answers) if answer[:1] != b"o"]
     if 0 < len(without) < len(answers):
         named = f"{', '.join(map(str, without[:8]))}{', ...' if len(without) > 8 else ''}"
@@ -268,11 +264,16 @@ def save_training(number: str, state: tuple[Mapping[str, Any], bytes], given: Ar
     return replace(given, files={**given.files, **link_file(number, report.revision)})
 
 
+def check_tensors(state: Mapping[str, Any], given: Arguments, ranks: Ranks) -> dict[str, Any]:
+    """Return a state dict as it is stored. Raises on every rank what a save of it would refuse."""
+    return _Save(ranks, given, time.monotonic()).agree(state).stored
+
+
 def save_tensors(state: Mapping[str, Any], given: Arguments, ranks: Ranks, started_s: float) -> SaveReport:
     """Save tensors and files as one checkpoint. It ends the ranks' connection with an error of any of them."""
     with SaveReporter(given.uri, ranks.rank, ranks.size, started_s) as reporter:
         with ranks:  # which are told first how it ended
-            report = _Save(ranks, given, started_s, reporter).run(state)
+            report = _Save(ranks, given, started_s).run(state, reporter)
         reporter.published(revision=report.revision)
     return report
 
@@ -342,33 +343,51 @@ class Arguments:
         timeout_s = self.save_timeout_s if 0 < self.save_timeout_s < float("inf") else 600.0  # `_Save` refuses it
         return Ranks(self.process_group, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
 
+    def with_files(self, files: ExtraFiles | None, ranks: Ranks) -> Arguments:
+        """Return these with the files beside the weights, of rank 0, or with the problems of those."""
+        if ranks.rank != 0:
+            return self
+        try:
+            return replace(self, files=read_files(files, config_files(self.model)))
+        except SaveRefused as error:
+            return replace(self, problems=(str(error),))
+
+
+class _Agreed(NamedTuple):
+    """The tensors of a save on which all ranks agree."""
+
+    stored: dict[str, Any]  # this rank's, as they are stored
+    held: HeldTensors
+    merged: Merged
+    layouts: tuple[ShardLayout, ...]
+
 
 class _Save:
     """One save of one rank."""
 
-    def __init__(self, ranks: Ranks, given: Arguments, started_s: float, reporter: SaveReporter) -> None:
+    def __init__(self, ranks: Ranks, given: Arguments, started_s: float) -> None:
         self._ranks = ranks
         self._given = given
         self._started_s = started_s
-        self._reporter = reporter
         self._policy = RetryPolicy()
         self._chunk_bytes = 0
         self._foreign = Peak()
         self._counts: list[_Counts] = []  # of each rank, when the records were last shared
         self._seconds = dict.fromkeys(("plan_s", "exchange_s", "write_s", "commit_s"), 0.0)
 
-    def run(self, state: Mapping[str, Any]) -> SaveReport:
-        """Save. Every rank returns, or every rank raises."""
+    def agree(self, state: Mapping[str, Any]) -> _Agreed:
+        """Compare arguments and tensors of all ranks. Raises Agreed with every problem."""
         self._step("plan")
         with self._timed("plan_s"):
             problems = self._argument_problems()
             try:
-                state = state if self._given.keeps_names else as_stored(state, self._given.model)
+                stored = dict(state) if self._given.keeps_names else as_stored(state, self._given.model)
             except (SaveRefused, DependencyChanged) as error:
+                stored = dict(state)
                 problems.append(str(error))
-            held = HeldTensors(state, self._ranks.global_ranks, self._shared_arguments())
-            table = held.table.model_copy(update={"problems": (*problems, *held.table.problems)})
-            merged = self._merge(table)
+            held = HeldTensors(stored, self._ranks.global_ranks, self._shared_arguments())
+            problems += held.table.problems
+            merged = self._merge(held.table.model_copy(update={"problems": tuple(dict.fromkeys(problems))}))
             try:
                 layouts = lay_out(
                     [tensor.spec for tensor in merged.tensors],
@@ -378,6 +397,11 @@ class _Save:
                 )
             except SaveRefused as error:
                 raise Agreed(error) from None
+        return _Agreed(stored, held, merged, layouts)
+
+    def run(self, state: Mapping[str, Any], reporter: SaveReporter) -> SaveReport:
+        """Save. Every rank returns, or every rank raises."""
+        _, held, merged, layouts = self.agree(state)
         with contextlib.closing(self._open_store()) as store:
             with self._timed("plan_s"):
                 plan = schedule(
@@ -390,15 +414,15 @@ class _Save:
                 )
             for anew in (False, True):
                 self._step("begin")
-                layouts, begun = self._begin(store, layouts, anew)
+                layouts, begun = self._begin(store, layouts, anew, reporter)
                 writer = CheckpointWriter(
                     store, layouts, begun, policy=self._policy, stored=self._stored_chunks(store, begun)
                 )
-                self._reporter.enter(WRITING, functools.partial(self._progress, writer, layouts))
+                reporter.enter(WRITING, functools.partial(self._progress, writer, layouts))
                 if self._write(writer, layouts, merged, plan, held, 1 if begun.in_order else self._given.slots):
                     break
             self._step("commit")
-            self._reporter.enter(PUBLISHING)
+            reporter.enter(PUBLISHING)
             with self._timed("commit_s"):
                 revision = self._commit(writer, store, begun)
             return self._report(layouts, merged, plan, begun, revision, store.uri)
@@ -511,7 +535,7 @@ class _Save:
         return open_folder(ref, self._given.credentials, config.read_timeout_s)
 
     def _begin(
-        self, store: ObjectStore, layouts: Sequence[ShardLayout], anew: bool
+        self, store: ObjectStore, layouts: Sequence[ShardLayout], anew: bool, reporter: SaveReporter
     ) -> tuple[tuple[ShardLayout, ...], Begun]:
         data = b""
         if self._ranks.rank == 0:
@@ -523,9 +547,9 @@ class _Save:
                 policy=self._policy,
                 anew=anew,
             )
-            data = f"{self._reporter.save_id}\n{begun.model_dump_json()}".encode()
+            data = f"{reporter.save_id}\n{begun.model_dump_json()}".encode()
         save_id, _, data = self._ranks.broadcast(data, 0).partition(b"\n")
-        self._reporter.known_as(save_id.decode("ascii", "replace"))
+        reporter.known_as(save_id.decode("ascii", "replace"))
         try:
             begun = Begun.model_validate_json(data)
         except ValidationError as error:

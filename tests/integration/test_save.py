@@ -148,7 +148,7 @@ def refused(call, ranks):
 refused(lambda: cluster.save(state, uri, extra_state={"x": object() if rank else 1}, **common), [1])
 refused(lambda: cluster.asave(state, uri, optimizer=None if rank else optimizer, **common), [0])
 clash = {"a": torch.ones(2), "_orig_mod.a": torch.ones(2)}
-refused(lambda: cluster.asave(state if rank else clash, uri, **common), [0])
+refused(lambda: cluster.asave(state if rank else clash, uri, **common), [0, 1])
 refused(lambda: cluster.save(state, uri, model=module, optimizer=optimizer if rank else None, **common), [0, 1])
 refused(lambda: cluster.asave(state, uri, model=module, optimizer=optimizer if rank else None, **common), [0, 1])
 for step, save in enumerate([cluster.save, lambda *a, **o: cluster.asave(*a, **o).result(timeout_s=60)]):
@@ -210,15 +210,26 @@ def test_arguments_that_differ_on_two_ranks_are_named(tmp_path: Path) -> None:
     assert not list((tmp_path / "model").glob("training/*"))
 
 
-def test_every_problem_of_every_rank_is_one_error(tmp_path: Path) -> None:
-    ended = run_job(tmp_path / "jobs", str(tmp_path / "model"), case="partial", only={"2": {"slots": 3}})
+@pytest.mark.parametrize("background", [False, True])
+def test_every_problem_of_every_rank_is_one_error(tmp_path: Path, background: bool) -> None:
+    """Also of tensors that cannot be copied, such as those of the meta device: they are refused before a copy."""
+    job = {"case": "partial", "background": background, "only": {"2": {"slots": 3}}}
+    ended = run_job(tmp_path / "jobs", str(tmp_path / "model"), **job)
     assert {(one.code, one.error) for one in ended} == {(3, "SaveRefused")}, [one.log for one in ended]
     (message,) = {one.document["message"] for one in ended}
     for part in (
         "'sum' is Partial over a mesh",
         "rank 1: 'y' is no tensor but str",
+        "rank 1: 'conj' is a lazy conjugate",
+        "rank 1: 'meta' is on the meta device",
+        "rank 1: 'sparse' is no dense tensor",
         "slots differs",
         "'x' has another dtype or shape on some ranks",
     ):
         assert part in message
     assert not list(tmp_path.glob("model/*"))
+
+
+def test_sums_that_are_not_made_have_no_boxes(tmp_path: Path) -> None:
+    (message,) = run_ranks(1, "tests.support.saving_ranks:boxes_of_sums")
+    assert message.startswith("'w' is Partial over a mesh")

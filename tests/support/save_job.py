@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+import cluster
 from storage.store_ref import Credentials
 from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import REPOSITORY
@@ -248,11 +249,13 @@ def _count_parts() -> dict[str, list[int]]:
     return sent
 
 
+def _save_in_background(*args: Any, **options: Any) -> cluster.SaveReport:
+    return cluster.asave(*args, **options).result(timeout_s=120)
+
+
 def run_rank(job: Mapping[str, Any], rank: int) -> int:
     """Save as one rank, print a document, and return the exit code."""
     import torch.distributed as dist
-
-    import cluster
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{job['port']}", rank=rank, world_size=job["world"])
     files: dict[str, Any] = {"config.json": b"{}"}
@@ -271,14 +274,16 @@ def run_rank(job: Mapping[str, Any], rank: int) -> int:
 
         mesh = init_device_mesh("cpu", (job["world"],))
         state = {"sum": DTensor.from_local(torch.ones(3), mesh, [Partial()]), "x": torch.ones(3 + rank % 2)}
-        state |= {"y": "text"} if rank == 1 else {}
+        if rank == 1:
+            conj, sparse = torch.ones(2, dtype=torch.complex64).conj(), torch.eye(3).to_sparse()
+            state |= {"y": "text", "conj": conj, "meta": torch.empty(2, device="meta"), "sparse": sparse}
     else:
         state, files = llama_state()
     _install_death(job)
     sent = _count_parts()
     code, began_s = 0, time.monotonic()
     try:
-        report = cluster.save(
+        report = (_save_in_background if job.get("background") else cluster.save)(
             state,
             job["uri"],
             extra_files=files,
@@ -331,8 +336,6 @@ def _fork(job: Mapping[str, Any], rank: int, base: Path, group: int) -> int:
 def main(folder: Path, count: int, at_once: int) -> None:
     """Run the jobs whose files are in the folder."""
     import transformers
-
-    import cluster
 
     assert cluster.save
     assert transformers

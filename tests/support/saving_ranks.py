@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import cluster
 from actors.handover.modules import as_dtensor, wanted_part
-from actors.saving.boxed import BoxedTensor
+from actors.saving.boxed import BoxedTensor, as_boxed
 from actors.saving.hf_names import as_stored
 from actors.saving.loaded import _save_rank
 from cluster.errors import SaveRefused
@@ -226,6 +226,18 @@ def save_updated(folder: str, uri: str, cases: list[list[str]]) -> list[str]:
             refusal = str(error)
         refusals.append(refusal)
     return refusals
+
+
+def boxes_of_sums() -> str:
+    """Return the refusal of the boxes of a tensor whose values are sums that are not made yet."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    try:
+        as_boxed("w", DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (1,)), [Partial()]))
+    except SaveRefused as error:
+        return str(error)
+    return ""
 
 
 def save_alone(uri: str) -> list[str]:
