@@ -101,7 +101,7 @@ def asave(
     with given.meet() as ranks:  # which hear of an error
         given = given.with_files(extra_files, ranks)
         if has_state:
-            state, values = collect_state(model, optimizer, scheduler, extra_state)
+            state, values = collect_state(model, optimizer, scheduler, extra_state, ranks.rank)
         number = agree_on_state(ranks, optimizer, has_state)
         tensors = check_tensors(state_dict, given, ranks)
         given = replace(given, model=None, keeps_names=True)

@@ -51,7 +51,7 @@ class SourceBoxes:
         if dtensor is not None:
             self.dtype = dtensor.dtype
             self._read_dtensor(name, dtensor.detach())
-        elif (kind := _sharded_kind()) is not None and isinstance(value, kind):
+        elif as_sharded(value) is not None:
             self.dtype = value.metadata().tensor_properties.dtype
             for shard in value.metadata().shards_metadata:
                 self._held.append((shard.placement.rank(), (tuple(shard.shard_offsets), tuple(shard.shard_sizes))))
@@ -179,6 +179,7 @@ def _own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _sharded_kind() -> Any:
-    """Return the class of FSDP1's tensors. Imports nothing: the object implies the import."""
-    return getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
+def as_sharded(value: Any) -> Any:
+    """Return the value when it is FSDP1's ShardedTensor, else None. Imports nothing: the object implies the import."""
+    kind: Any = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
+    return value if kind is not None and isinstance(value, kind) else None

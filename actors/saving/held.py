@@ -10,7 +10,6 @@ Nothing is copied but what is asked for. A slice of contiguous memory of the hos
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from actors.devices.convert import stored_dtype
 from actors.handover.modules import as_dtensor
-from actors.saving.boxed import BoxedTensor, cuts_of
+from actors.saving.boxed import BoxedTensor, as_sharded, cuts_of
 from cluster.errors import SaveRefused
 from cluster.layouts.region import MeshCut, dtensor_region
 from cluster.saving.held import Cutting, RankTable
@@ -75,8 +74,8 @@ class HeldTensors:
         if not isinstance(name, str):
             self._problems.add(f"a name is no str: {quote(name)}")
             return
-        if (shards := _sharded(value)) is not None:
-            self._take_boxes(name, value, shards)
+        if as_sharded(value) is not None:
+            self._take_boxes(name, value, value.local_shards())
             return
         if isinstance(value, BoxedTensor):
             boxes = tuple((self._ranks.get(rank, -1), offsets, sizes) for rank, offsets, sizes in value.boxes)
@@ -166,12 +165,6 @@ class HeldTensors:
                 self._problems.add(f"{quote(name)} has a local part of shape {local}, its placements say {wanted}")
                 return None
         return Cutting(mesh=tuple(grid.shape), ranks=ranks, cuts=cuts)
-
-
-def _sharded(value: Any) -> Sequence[Any] | None:
-    """Return the local shards of a ShardedTensor, else None. Imports nothing: the object implies the import."""
-    kind: Any = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
-    return value.local_shards() if kind is not None and isinstance(value, kind) else None
 
 
 def byte_slice(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:

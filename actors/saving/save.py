@@ -158,7 +158,8 @@ def save(
         optimizer: Also save the state of this optimizer, or of several, for `load_training_state`. Needs `model`. Pass
             it on every rank.
         scheduler: Also save the state of this scheduler, or of anything with `state_dict()`. That of rank 0 counts.
-        extra_state: Also save these values by name: numbers, texts, lists, dicts, tensors. Those of rank 0 count.
+        extra_state: Also save these values by name: numbers, texts, lists, dicts, tensors. Those of rank 0 count,
+            but for DTensors and ShardedTensors, of which every rank gives its part.
         extra_files: Further files of the model, such as config.json: contents or paths by name, or a list of paths.
             Those of rank 0 are written. Each is read once, when the save begins, and stays in memory until its end.
         since: Revision whose unchanged parts the store copies instead of getting them again: "latest", which is the
@@ -218,7 +219,7 @@ def save(
     with given.meet() as ranks:
         given = given.with_files(extra_files, ranks)
         has_state = not (optimizer is None and scheduler is None and extra_state is None)
-        state = collect_state(model, optimizer, scheduler, extra_state) if has_state else ({}, b"")
+        state = collect_state(model, optimizer, scheduler, extra_state, ranks.rank) if has_state else ({}, b"")
         number = agree_on_state(ranks, optimizer, has_state)
         if number:  # which is written before the model
             state_dict = check_tensors(state_dict, given, ranks)

@@ -19,6 +19,7 @@ import torch
 
 from actors.devices.convert import stored_dtype
 from actors.handover.modules import as_dtensor, wanted_part
+from actors.saving.boxed import as_sharded
 from cluster.argument_types import checks_arguments
 from cluster.errors import ConfigError, ModuleMismatch, SaveRefused
 from cluster.saving.values import decode_values, encode_values
@@ -42,6 +43,7 @@ def collect_state(
     optimizer: Optimizers | None,
     scheduler: Any = None,
     extra_state: Mapping[str, Any] | None = None,
+    rank: int = 0,
 ) -> tuple[dict[str, torch.Tensor], bytes]:
     """Return the state of a training run as tensors by name, and JSON with everything else.
 
@@ -50,6 +52,7 @@ def collect_state(
         optimizer: The optimizer, or several. None: no state of one.
         scheduler: A learning-rate scheduler, or anything else with `state_dict()`. Or None.
         extra_state: Values of the user by name: numbers, texts, lists, dicts, tensors.
+        rank: Number of this rank. Those above 0 leave out the whole tensors of scheduler and user.
 
     Returns:
         The tensors, among them DTensors; they are the optimizer's own, not copies. And the JSON.
@@ -67,6 +70,8 @@ def collect_state(
     if extra_state is not None:
         values["extra"] = dict(extra_state)
     data, tensors = encode_values(values, lambda value: isinstance(value, torch.Tensor))
+    if rank:
+        return {name: one for name, one in tensors.items() if name.startswith("optimizer.") or _is_cut(one)}, data
     return tensors or {_NO_TENSORS: torch.zeros(1, dtype=torch.uint8)}, data
 
 
@@ -196,6 +201,10 @@ def _load_optimizer(model: torch.nn.Module, optimizer: Optimizers, saved: dict[s
             own[name] = _with_tensors(saved[name], stored)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     set_optimizer_state_dict(model, optimizers, own, options=options)
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return as_dtensor(tensor) is not None or as_sharded(tensor) is not None
 
 
 def _read_into(tensor: torch.Tensor, name: str, stored: OpenModel) -> None:

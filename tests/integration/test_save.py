@@ -186,6 +186,11 @@ def test_ranks_without_a_process_group_meet_at_the_address_of_torchrun(tmp_path:
         assert torch.equal(opened.get_tensor("c"), torch.ones(3))
 
 
+def test_tensors_of_the_extra_state_are_those_of_rank_0(tmp_path: Path) -> None:
+    ranks = run_ranks(2, "tests.support.saving_ranks:save_own_states", str(tmp_path / "model"))
+    assert ranks == [[[0, [0.0], [1.0], [0.0, 1.0, 2.0, 3.0, 4.0], [3]]] * 2] * 2
+
+
 def test_ranks_that_cannot_meet_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")

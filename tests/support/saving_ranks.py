@@ -240,6 +240,29 @@ def boxes_of_sums() -> str:
     return ""
 
 
+def save_own_states(uri: str) -> list[list[Any]]:
+    """Save values that differ per rank as `extra_state`, with `save` and in the background, and load them.
+
+    Return of each: the rank, the distinct numbers of a large tensor, a tensor whose shape differs, one cut by FSDP.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank, mesh, found = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),)), list[list[Any]]()
+    own = {
+        "rank": rank,
+        "large": torch.full((5_000_000,), float(rank)),
+        "shape": torch.ones(3 + rank),
+        "cut": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]),
+    }
+    for save in (cluster.save, lambda *args, **options: cluster.asave(*args, **options).result(timeout_s=60)):
+        save({"w": torch.ones(3)}, uri, extra_state=own)
+        state = cluster.load_training_state(uri)
+        found.append([state["rank"], *(state[name].unique().tolist() for name in ("large", "shape", "cut"))])
+        found[-1].append(list(state["shape"].shape))
+    return found
+
+
 def save_alone(uri: str) -> list[str]:
     """Let rank 0 alone save by torch.distributed.checkpoint: with writers of the wrong group, then of the right one.
 
