@@ -136,7 +136,7 @@ def _own_class(model: Any) -> Any:
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside DDP, FSDP1, torch.compile, activation checkpointing and DeepSpeed's engine."""
-    while not hasattr(model, "save_pretrained"):
+    while not hasattr(type(model), "save_pretrained"):  # FSDP1 and torch.compile forward attributes of the inner one
         inner = next((model._modules[name] for name in _WRAPPED if name in model._modules), None)
         if inner is None or len(model._modules) != 1:
             break

@@ -22,6 +22,7 @@ from actors.handover.modules import as_dtensor, wanted_part
 from actors.saving.boxed import as_sharded
 from cluster.argument_types import checks_arguments
 from cluster.errors import ConfigError, ModuleMismatch, SaveRefused
+from cluster.layouts.region import Box
 from cluster.saving.values import decode_values, encode_values
 from cluster.small_files import read_small_file
 from storage.errors import InvalidState, ObjectNotFound
@@ -209,15 +210,25 @@ def _is_cut(tensor: torch.Tensor) -> bool:
 
 def _read_into(tensor: torch.Tensor, name: str, stored: OpenModel) -> None:
     """Read what this rank holds of a tensor."""
-    whole = as_dtensor(tensor)
+    whole, sharded = as_dtensor(tensor), as_sharded(tensor)
+    places: list[tuple[Box, torch.Tensor]]  # boxes of the whole tensor, and where this rank has them
+    if whole is not None:
+        local = whole.to_local()
+        places = [(box, local[_slices(place, box[1])]) for box, place in wanted_part(whole).boxes()]
+    elif sharded is not None:
+        held = sharded.local_shards()
+        places = [((tuple(one.metadata.shard_offsets), tuple(one.metadata.shard_sizes)), one.tensor) for one in held]
+    else:
+        places = [(((0,) * tensor.ndim, tuple(tensor.shape)), tensor)]
+    slices = stored.get_slice(name)
     with torch.no_grad():
-        if whole is None:
-            tensor.copy_(stored.get_tensor(name))
-            return
-        local, slices = whole.to_local(), stored.get_slice(name)
-        for (offsets, sizes), place in wanted_part(whole).boxes():
-            part = slices[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
-            local[tuple(slice(a, a + n) for a, n in zip(place, sizes, strict=True))].copy_(part)
+        for (offsets, sizes), values in places:
+            if values.numel():
+                values.copy_(slices[_slices(offsets, sizes)])
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
 def _with_tensors(value: Any, stored: OpenModel) -> Any:

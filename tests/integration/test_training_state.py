@@ -1,4 +1,4 @@
-"""Saves of whole training runs by FSDP2 ranks: the model as `save_pretrained` writes it, and the optimizer's state."""
+"""Saves of whole training runs by ranks: the model as `save_pretrained` writes it, and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -28,11 +28,21 @@ def same_model(uri: Path) -> None:
         assert json.loads((uri / name).read_text()) == json.loads((folder / name).read_text()), name
 
 
-@pytest.mark.parametrize(("family", "background"), [("llama", False), ("qwen3_moe", True)])
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, family: str, background: bool) -> None:
-    uri = tmp_path / "run"
-    run_ranks(3, "tests.support.saving_ranks:save_run", str(uri), family=family, steps=2, background=background)
+@pytest.mark.parametrize(
+    ("family", "background", "saved", "loaded"),
+    [
+        ("llama", False, "fsdp2", ["fsdp2", "tp", "ddp"]),
+        ("llama", True, "fsdp1", ["fsdp1", "fsdp2"]),
+        ("qwen3_moe", True, "fsdp2", ["fsdp2"]),
+    ],
+)
+def test_a_run_goes_on_with_other_ranks_and_layouts(
+    tmp_path: Path, family: str, background: bool, saved: str, loaded: list[str]
+) -> None:
+    uri, how = tmp_path / "run", {"family": family, "background": background, "layout": saved}
+    run_ranks(3, "tests.support.saving_ranks:save_run", str(uri), steps=2, **how)
     same_model(uri)
     assert cluster.verify(str(uri), progress=False).ok
     assert not list(uri.rglob("*.pt")), "no pickle"
-    run_ranks(2, "tests.support.saving_ranks:load_run", str(uri), family=family)
+    for layout in loaded:
+        run_ranks(2, "tests.support.saving_ranks:load_run", str(uri), family=family, layout=layout)

@@ -63,9 +63,28 @@ def write_parts(folder: str, families: list[str]) -> None:
         save_file(parts, f"{folder}/{family}-{dist.get_rank()}.safetensors")
 
 
-def trained(family: str, steps: int) -> tuple[Any, torch.optim.Optimizer, Any]:
-    """Return a sharded model with an AdamW and a scheduler, after some steps."""
-    model = sharded_model(family).float()
+def model_in(family: str, layout: str) -> Any:
+    """Return the tiny model of a family in FSDP2, FSDP1, DDP or tensor parallelism over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if layout == "fsdp2":
+        return sharded_model(family).float()
+    model = make_tiny(family).float()
+    if layout == "fsdp1":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    if layout == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    for layer in model.model.layers:
+        plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+        parallelize_module(layer.mlp, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return model
+
+
+def trained(family: str, steps: int, layout: str) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """Return a model in a layout with an AdamW and a scheduler, after some steps."""
+    model = model_in(family, layout)
     named = dict(model.named_parameters())
     groups = [
         {"params": [p for name, p in named.items() if "norm" not in name], "lr": 0.01, "weight_decay": 0.1},
@@ -87,17 +106,15 @@ def whole_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's flattened state with whole tensors. Every rank must call it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
-    for name, value in state.items():
-        whole = as_dtensor(value) if isinstance(value, torch.Tensor) else None
-        state[name] = value if whole is None else whole.full_tensor()
-    return state
+    options = StateDictOptions(flatten_optimizer_state_dict=True, full_state_dict=True)
+    return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def save_run(uri: str, family: str, steps: int, *, background: bool = False, **options: Any) -> dict[str, Any]:
+def save_run(
+    uri: str, family: str, steps: int, *, layout: str = "fsdp2", background: bool = False, **options: Any
+) -> dict[str, Any]:
     """Train, save model and training state, and write the whole optimizer state beside it for comparison."""
-    model, optimizer, scheduler = trained(family, steps)
+    model, optimizer, scheduler = trained(family, steps, layout)
     if dist.get_rank() == 0:
         shutil.rmtree(f"{uri}.expected", ignore_errors=True)
         model_copy = make_tiny(family).float()
@@ -108,7 +125,9 @@ def save_run(uri: str, family: str, steps: int, *, background: bool = False, **o
     if background:
         handle = cluster.asave(model.state_dict(), uri, **given)
     expected = whole_state(model, optimizer)
-    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    weights = {
+        name: value if as_dtensor(value) is None else value.full_tensor() for name, value in model.state_dict().items()
+    }
     if dist.get_rank() == 0:
         model_copy.load_state_dict(weights)
         model_copy.save_pretrained(f"{uri}.expected")
@@ -124,9 +143,9 @@ def save_run(uri: str, family: str, steps: int, *, background: bool = False, **o
     return dict(report.as_dict())
 
 
-def load_run(uri: str, family: str) -> None:
+def load_run(uri: str, family: str, layout: str = "fsdp2") -> None:
     """Load the training state of `save_run` into a new optimizer, and compare it."""
-    model, optimizer, scheduler = trained(family, 0)
+    model, optimizer, scheduler = trained(family, 0, layout)
     extra = cluster.load_training_state(uri, model, optimizer, scheduler)
     expected, schedule = torch.load(f"{uri}.expected/optimizer.pt")
     found = whole_state(model, optimizer)
