@@ -527,9 +527,7 @@ class Exchange:
             buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def _local(self, piece: Piece) -> torch.Tensor:
-        tensor = self._tensors[piece.tensor]
-        region, _ = tensor.regions.held[piece.region]
-        return self._held.local(tensor.spec.name, region.offsets[:-1])
+        return self._held.local_of(self._tensors[piece.tensor], piece.region)
 
     def _is_view(self, pieces: Sequence[Piece]) -> bool:
         local = self._local(pieces[0])

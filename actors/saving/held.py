@@ -10,6 +10,7 @@ Nothing is copied but what is asked for. A slice of contiguous memory of the hos
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,12 @@ from actors.handover.modules import as_dtensor
 from actors.saving.boxed import BoxedTensor, as_sharded, cuts_of
 from cluster.errors import SaveRefused
 from cluster.layouts.region import MeshCut, dtensor_region
-from cluster.saving.held import Cutting, RankTable
+from cluster.saving.held import Cutting, RankTable, SavedTensor
 from storage.problems import Problems, quote
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+SAMPLE_RUNS = 64
+SAMPLE_BYTES = SAMPLE_RUNS << 10
 
 
 class HeldTensors:
@@ -61,10 +66,16 @@ class HeldTensors:
         """Return whether a tensor is in a GPU's memory."""
         return any(tensor.is_cuda for tensor in (*self._local.values(), *self._boxes.values()))
 
-    def local(self, name: str, offsets: Sequence[int]) -> torch.Tensor:
-        """Return this rank's own part of a tensor. `offsets`: of the region, which tells several boxes apart."""
+    def local_of(self, tensor: SavedTensor, number: int) -> torch.Tensor:
+        """Return this rank's own part of a tensor, by the number of its region."""
+        name, (region, _) = tensor.spec.name, tensor.regions.held[number]
         found = self._local.get(name)
-        return self._boxes[name, tuple(offsets)] if found is None else found
+        return self._boxes[name, region.offsets[:-1]] if found is None else found  # without the one of bytes
+
+    def digest(self, tensor: SavedTensor, number: int) -> bytes:
+        """Return a digest of a sample of this rank's own part of a tensor."""
+        data: Any = sample(self.local_of(tensor, number)).numpy()  # which has the buffer protocol
+        return hashlib.sha256(data).digest()
 
     def _more(self) -> list[str]:
         more = len(self._problems) - len(list(self._problems))
@@ -167,14 +178,30 @@ class HeldTensors:
         return Cutting(mesh=tuple(grid.shape), ranks=ranks, cuts=cuts)
 
 
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return bytes of a tensor in row-major order, in host memory: all up to SAMPLE_BYTES, else runs of 1 KiB.
+
+    The runs have equal distances. Those of a GPU are put together there.
+    """
+    size_bytes, run = tensor.numel() * tensor.element_size(), SAMPLE_BYTES // SAMPLE_RUNS
+    if size_bytes <= SAMPLE_BYTES:
+        return byte_slice(tensor, 0, size_bytes).cpu()
+    step = (size_bytes - run) // (SAMPLE_RUNS - 1) // 16 * 16  # whole elements
+    if tensor.is_contiguous():
+        runs = _flat(tensor).as_strided((SAMPLE_RUNS, run), (step, 1))
+        return runs.contiguous().reshape(-1).cpu()
+    starts = range(0, SAMPLE_RUNS * step, step)
+    return torch.cat([byte_slice(tensor, start, start + run) for start in starts]).cpu()
+
+
 def byte_slice(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """Return bytes [start, end) of a tensor in row-major order, flat, on the tensor's device: a view if possible."""
     if tensor.is_contiguous():
-        return tensor.reshape(-1).view(torch.uint8)[start:end]
+        return _flat(tensor)[start:end]
     while tensor.shape[0] == 1:
         tensor = tensor[0]
         if tensor.is_contiguous():
-            return tensor.reshape(-1).view(torch.uint8)[start:end]
+            return _flat(tensor)[start:end]
     row_bytes = tensor.numel() * tensor.element_size() // tensor.shape[0]
     first, last = start // row_bytes, -(-end // row_bytes)
     pieces = []
@@ -186,7 +213,12 @@ def byte_slice(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
             at += 1
             continue
         stop = at + 1 if (low, high) != (0, row_bytes) else max(at + 1, end // row_bytes)
-        rows = tensor[at:stop].contiguous().reshape(-1).view(torch.uint8)
+        rows = _flat(tensor[at:stop].contiguous())
         pieces.append(rows[low : high if stop == at + 1 else None])
         at = stop
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor. One with a single element may have any stride, which `view` refuses."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

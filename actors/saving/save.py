@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from actors.saving.exchange import Agreed, Exchange, Peak, Ranks, Slots
 from actors.saving.handles import wait_for_background_saves
-from actors.saving.held import HeldTensors
+from actors.saving.held import DIGEST_BYTES, HeldTensors
 from actors.saving.hf_names import as_stored, config_files
 from actors.saving.reporting import SaveReporter
 from actors.saving.training_state import LINK_KEY, STATE_KEY, collect_state, link_file
@@ -45,7 +45,7 @@ from cluster.config import Config
 from cluster.errors import SaveError, SaveRefused
 from cluster.options import REVISION
 from cluster.request import StoreOptions, open_folder
-from cluster.saving.held import Merged, RankTable, arguments_text, merge
+from cluster.saving.held import Merged, RankTable, arguments_text, differing, drifted, merge, shared_pieces
 from cluster.saving.plan import PlannedPart, Schedule, schedule
 from cluster.saving.shards import (
     DEFAULT_SHARD_BYTES,
@@ -389,6 +389,7 @@ class _Save:
             held = HeldTensors(stored, self._ranks.global_ranks, self._shared_arguments())
             problems += held.table.problems
             merged = self._merge(held.table.model_copy(update={"problems": tuple(dict.fromkeys(problems))}))
+            self._compare(merged, held)
             try:
                 layouts = lay_out(
                     [tensor.spec for tensor in merged.tensors],
@@ -529,6 +530,34 @@ class _Save:
                 )
             )
         return merged
+
+    def _compare(self, merged: Merged, held: HeldTensors) -> None:
+        """Raise Agreed with the tensors that are not the same on all ranks that hold the same piece, as samples say."""
+        shared = shared_pieces(merged.tensors)
+        if not shared:
+            return
+        digests: dict[tuple[int, ...], list[bytes]] = {}
+        for ranks, pieces in shared.items():
+            if self._ranks.rank in ranks:
+                digests[ranks] = [held.digest(merged.tensors[number], region) for number, region in pieces]
+        sums = b"".join(hashlib.sha256(b"".join(each)).digest() for each in digests.values())
+        groups = list(shared)
+        found = [groups[number] for number in differing(groups, self._ranks.gather(sums), DIGEST_BYTES)]
+        if not found:
+            return
+        pieces_of = [(ranks, number) for ranks in found for number, _ in shared[ranks]]
+        mine = b"".join(b"".join(digests[ranks]) for ranks in found if ranks in digests)
+        others = differing([ranks for ranks, _ in pieces_of], self._ranks.gather(mine), DIGEST_BYTES)
+        problems = Problems(
+            drifted(merged.tensors[pieces_of[at][1]].spec.name, groups) for at, groups in others.items()
+        )
+        raise Agreed(
+            SaveRefused(
+                f"ranks hold other values of the same tensors, which would be mixed: {problems}",
+                hint="nothing was written; broadcast them from one rank, or give plain tensors on one rank only",
+                problems=len(problems),
+            )
+        )
 
     def _open_store(self) -> ObjectStore:
         config = self._given.config or Config.from_env()

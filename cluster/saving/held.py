@@ -6,6 +6,10 @@
 A tensor that is whole on several ranks is the same tensor on all of them. A tensor that is cut by a mesh has the region
 that torch's DTensor gives each place in the mesh. A list of boxes is FSDP1's ShardedTensor.
 
+Ranks that hold the same piece compare digests of samples of it, after the merge. Tables do not have the digests, so
+that tables of ranks with other pieces of the same tensors stay equal, and are exchanged once. Ranks first compare one
+digest over all pieces that the same ranks hold, and those of each piece only if that differs.
+
 Two names are tied if every rank that holds bytes of them has one memory for both. A checkpoint stores one of them: the
 first.
 """
@@ -222,6 +226,49 @@ def merge(tables: Sequence[RankTable], table_of: Sequence[int]) -> Merged:
         found[name] = SavedTensor(spec_of(name, dtype, shape), known[key])
     ties = _ties(tables, table_of, found) if not problems else {}
     return Merged(tuple(one for name, one in found.items() if name not in ties), ties, tuple(_listed(problems)))
+
+
+def shared_pieces(tensors: Sequence[SavedTensor]) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+    """Return the pieces that several ranks hold, as (tensor, region), by the ranks that hold them."""
+    known: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # of regions, which many tensors share
+    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for number, tensor in enumerate(tensors):
+        regions = tensor.regions
+        if id(regions) not in known:
+            known[id(regions)] = [(at, ranks) for at, (_, ranks) in enumerate(regions.held) if len(ranks) > 1]
+        for at, ranks in known[id(regions)]:
+            found.setdefault(ranks, []).append((number, at))
+    return found
+
+
+def differing(
+    holders: Sequence[tuple[int, ...]], answers: Sequence[bytes], digest_bytes: int
+) -> dict[int, list[list[int]]]:
+    """Compare digests, of which each rank's answer has those that it holds, in order.
+
+    Args:
+        holders: The ranks that hold each digest.
+        answers: The digests of each rank, one after the other.
+        digest_bytes: Size of a digest.
+
+    Returns:
+        The numbers of the digests that differ, with the ranks that have the same one.
+    """
+    used, found = [0] * len(answers), dict[int, list[list[int]]]()
+    for number, ranks in enumerate(holders):
+        same: dict[bytes, list[int]] = {}
+        for rank in ranks:
+            same.setdefault(answers[rank][used[rank] : used[rank] + digest_bytes], []).append(rank)
+            used[rank] += digest_bytes
+        if len(same) > 1:
+            found[number] = list(same.values())
+    return found
+
+
+def drifted(name: str, groups: Sequence[Sequence[int]]) -> str:
+    """Return the problem of a tensor that is not the same on groups of ranks."""
+    more = f" and {len(groups) - 4} more groups" if len(groups) > 4 else ""
+    return f"{quote(name)} differs between {' and '.join(map(_named, groups[:4]))}{more}"
 
 
 def _regions(shape: tuple[int, ...], dtype: str, listing: Mapping[Cutting, tuple[int, ...]]) -> Regions:

@@ -191,6 +191,17 @@ def test_tensors_of_the_extra_state_are_those_of_rank_0(tmp_path: Path) -> None:
     assert ranks == [[[0, [0.0], [1.0], [0.0, 1.0, 2.0, 3.0, 4.0], [3]]] * 2] * 2
 
 
+def test_replicas_that_differ_are_refused_by_name_and_ranks(tmp_path: Path) -> None:
+    ranks = run_ranks(3, "tests.support.saving_ranks:save_drifted", str(tmp_path / "model"))
+    refusal = (
+        "ranks hold other values of the same tensors, which would be mixed: 'bn.running_mean' differs between rank 0 "
+        "and rank 1 and rank 2; 'large' differs between ranks 0, 2 and rank 1; 'replicated' differs between ranks 0, 2 "
+        "and rank 1"
+    )
+    assert ranks == [[["", refusal]] * 2] * 3
+    assert not list((tmp_path / "model").glob("training/*"))
+
+
 def test_ranks_that_cannot_meet_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")

@@ -282,6 +282,38 @@ def save_own_states(uri: str) -> list[list[Any]]:
     return found
 
 
+def save_drifted(uri: str) -> list[list[str]]:
+    """Save replicas that are equal or not, with `save` and in the background. Return the refusals of each.
+
+    A large one that is equal has other strides on each rank, and its rows have values of their own.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    large = torch.arange(300_000.0).reshape(500, 600)
+    same = {"same": large.t().contiguous().t() if rank else large, "few": torch.ones(3)}
+    same |= {"rows": DTensor.from_local(torch.full((4,), float(rank)), mesh, [Shard(0)])}
+    scaled = large * (2 if rank == 1 else 1)
+    differs = {
+        "bn.running_mean": torch.full((4,), float(rank)),
+        "large": scaled,
+        "replicated": DTensor.from_local(scaled[:9], mesh, [Replicate()], run_check=False),
+    }
+    found = []
+    for save in (cluster.save, lambda *args, **options: cluster.asave(*args, **options).result(timeout_s=60)):
+        refusals = []
+        for state in (same, same | differs):
+            try:
+                save(state, uri, extra_state={"step": 1} if state is not same else None)
+                refusals.append("")
+            except SaveRefused as error:
+                refusals.append(error.message)
+        found.append(refusals)
+    return found
+
+
 def save_alone(uri: str) -> list[str]:
     """Let rank 0 alone save by torch.distributed.checkpoint: with writers of the wrong group, then of the right one.
 

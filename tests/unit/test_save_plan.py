@@ -8,12 +8,24 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from actors.saving.held import byte_slice, sample
 from cluster.errors import SaveError
 from cluster.layouts.region import Region
-from cluster.saving.held import Cutting, Merged, RankTable, Regions, bytes_before, merge
+from cluster.saving.held import (
+    Cutting,
+    Merged,
+    RankTable,
+    Regions,
+    bytes_before,
+    differing,
+    drifted,
+    merge,
+    shared_pieces,
+)
 from cluster.saving.plan import blocks, plan_parts, schedule
 from cluster.saving.shards import lay_out
 
@@ -211,6 +223,33 @@ def test_names_are_tied_only_if_every_holder_says_so() -> None:
     assert [one.spec.name for one in merge([tied], [0, 0]).tensors] == ["a"]
     assert merge([tied, apart], [0, 1]).ties == {}
     assert merge([tied, apart], [0, 0, 1]).ties == {"b": "a"}  # rank 2 holds nothing of them
+
+
+def test_pieces_that_differ_are_found_with_their_ranks() -> None:
+    mesh = Cutting(mesh=(2, 2), ranks=(0, 1, 2, 3), cuts=((1, 0, 1),))  # 0 and 2 have the same rows, and 1 and 3
+    columns = {"names": ("a", "b"), "dtypes": ("F32",) * 2, "shapes": ((4,),) * 2, "cutting_of": (0, 1)}
+    merged = merge([RankTable(**columns, cuttings=(mesh, Cutting()))], [0] * 4)
+    shared = shared_pieces(merged.tensors)
+    assert shared == {(0, 2): [(0, 0)], (1, 3): [(0, 1)], (0, 1, 2, 3): [(1, 0)]}
+    assert differing(list(shared), [b"xw", b"yw", b"xw", b"yw"], 1) == {}
+    assert differing(list(shared), [b"xw", b"yv", b"xw", b"zw"], 1) == {1: [[1], [3]], 2: [[0, 2, 3], [1]]}
+    assert drifted("b", [[0, 2, 3], [1]]) == "'b' differs between ranks 0, 2, 3 and rank 1"
+
+
+@pytest.mark.parametrize("shape", [(700, 901), (3, 200, 301), (130_000,), (256, 64), (2, 3)])
+def test_samples_are_equal_whatever_the_strides(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    turned = whole.permute(*reversed(range(whole.ndim))).contiguous().permute(*reversed(range(whole.ndim)))
+    found = sample(whole).view(torch.int32)
+    assert found.equal(sample(turned).view(torch.int32))
+    assert len(found.unique()) == min(16384, whole.numel())
+    assert found[0] == 0
+    assert found[-1] >= whole.numel() - 300
+
+
+def test_the_bytes_of_one_element_of_any_stride() -> None:
+    assert byte_slice(torch.arange(10)[3::5][:1], 0, 8).tolist() == [3, *[0] * 7]
+    assert byte_slice(torch.arange(10)[1::3], 4, 12).tolist() == [0] * 4 + [4] + [0] * 3
 
 
 def test_replicas_share_the_work() -> None:
