@@ -191,6 +191,14 @@ def test_tensors_of_the_extra_state_are_those_of_rank_0(tmp_path: Path) -> None:
     assert ranks == [[[0, [0.0], [1.0], [0.0, 1.0, 2.0, 3.0, 4.0], [3]]] * 2] * 2
 
 
+def test_copies_of_all_ranks_of_a_host_must_fit(tmp_path: Path) -> None:
+    """One rank's copy would fit in either case."""
+    for room_bytes, missing_bytes in ((6000, 2300), (9000, None)):
+        ranks = run_ranks(2, "tests.support.saving_ranks:save_with_room", str(tmp_path / "m"), room_bytes=room_bytes)
+        assert [found.get("missing_bytes") for found in ranks] == [missing_bytes] * 2
+        assert (tmp_path / "m").exists() == (missing_bytes is None)
+
+
 def test_replicas_that_differ_are_refused_by_name_and_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(3, "tests.support.saving_ranks:save_drifted", str(tmp_path / "model"))
     refusal = (

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 import cluster
 from actors.handover.modules import as_dtensor, wanted_part
+from actors.saving import background
 from actors.saving.boxed import BoxedTensor, as_boxed
 from actors.saving.hf_names import as_stored
 from actors.saving.loaded import _save_rank
-from cluster.errors import SaveRefused
+from cluster.errors import NoRoomToStage, SaveRefused
 from cluster.layouts.mesh import Layout
 from tests.support.hf_models import make_tiny
 from tests.support.shards import shards_of
@@ -312,6 +313,16 @@ def save_drifted(uri: str) -> list[list[str]]:
                 refusals.append(error.message)
         found.append(refusals)
     return found
+
+
+def save_with_room(uri: str, room_bytes: int) -> dict[str, Any]:
+    """Save 4000 bytes of each rank in the background, on a host with that memory. Return details of the error."""
+    background.available_host_bytes = lambda: room_bytes  # type: ignore[attr-defined]
+    try:
+        cluster.asave({f"of rank {dist.get_rank()}": torch.ones(1000)}, uri).result(timeout_s=60)
+    except NoRoomToStage as error:
+        return dict(error.details)
+    return {}
 
 
 def save_alone(uri: str) -> list[str]:
