@@ -38,6 +38,7 @@ from actors.saving.writer import (
     PartsDiffer,
     begin_save,
     check_extra_files,
+    claim_state,
     stored_chunks,
 )
 from cluster.argument_types import checks_arguments
@@ -246,23 +247,31 @@ def agree_on_state(ranks: Ranks, optimizer: Any, has_state: bool) -> str:
 def save_training(number: str, state: tuple[Mapping[str, Any], bytes], given: Arguments) -> Arguments:
     """Save the state of a training run in a folder of its own, and return the arguments with a file that names it.
 
-    It is complete before the model refers to it. All ranks give the same number; "": there is no state. Its tensors
-    keep their names, by which the other file of the state refers to them.
+    It is complete before the model refers to it. All ranks give the same number; "": there is no state. The state of an
+    interrupted save is continued under its own number. Its tensors keep their names, by which the other file of the
+    state refers to them. Arguments were checked before.
     """
     if not number:
         return given
     tensors, data = state
-    of_state = replace(
-        given,
-        uri=f"{given.uri.rstrip('/')}/training/{number}",
-        model=None,
-        files={STATE_KEY: data},
-        keep_last=None,
-        keeps_names=True,
-    )
-    with of_state.meet() as ranks:
+    with given.meet() as ranks:
+        note = b""
+        if ranks.rank == 0:
+            with contextlib.closing(given.open_store()) as store:
+                note = claim_state(store, number).encode()
+        claimed = ranks.broadcast(note, 0).decode("ascii", "replace")
+        found = claimed.partition(".")[0]
+        of_state = replace(
+            given,
+            uri=f"{given.uri.rstrip('/')}/training/{found}",
+            model=None,
+            files={STATE_KEY: data},
+            since=given.since and "latest",
+            keep_last=None if found == number else 1,
+            keeps_names=True,
+        )
         report = save_tensors(tensors, of_state, ranks, time.monotonic())
-    return replace(given, files={**given.files, **link_file(number, report.revision)})
+    return replace(given, state=claimed, files={**given.files, **link_file(found, report.revision)})
 
 
 def check_tensors(state: Mapping[str, Any], given: Arguments, ranks: Ranks) -> dict[str, Any]:
@@ -333,6 +342,7 @@ class Arguments:
     files: Mapping[str, bytes] = field(default_factory=dict)  # that are stored beside the weights; of rank 0
     problems: tuple[str, ...] = ()  # that are found before ranks compare their arguments
     keeps_names: bool = False  # tensors are stored under the names that they have
+    state: str = ""  # what the journal notes about the state of the training run
 
     @property
     def options(self) -> StoreOptions:
@@ -343,6 +353,12 @@ class Arguments:
         """Join the other ranks."""
         timeout_s = self.save_timeout_s if 0 < self.save_timeout_s < float("inf") else 600.0  # `_Save` refuses it
         return Ranks(self.process_group, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
+
+    def open_store(self) -> ObjectStore:
+        """Open the store of the checkpoint."""
+        config = self.config or Config.from_env()
+        ref, _ = self.options.resolve(self.uri, new=True)
+        return open_folder(ref, self.credentials, config.read_timeout_s)
 
     def with_files(self, files: ExtraFiles | None, ranks: Ranks) -> Arguments:
         """Return these with the files beside the weights, of rank 0, or with the problems of those."""
@@ -404,7 +420,7 @@ class _Save:
     def run(self, state: Mapping[str, Any], reporter: SaveReporter) -> SaveReport:
         """Save. Every rank returns, or every rank raises."""
         _, held, merged, layouts = self.agree(state)
-        with contextlib.closing(self._open_store()) as store:
+        with contextlib.closing(self._given.open_store()) as store:
             with self._timed("plan_s"):
                 plan = schedule(
                     layouts,
@@ -559,11 +575,6 @@ class _Save:
             )
         )
 
-    def _open_store(self) -> ObjectStore:
-        config = self._given.config or Config.from_env()
-        ref, _ = self._given.options.resolve(self._given.uri, new=True)
-        return open_folder(ref, self._given.credentials, config.read_timeout_s)
-
     def _begin(
         self, store: ObjectStore, layouts: Sequence[ShardLayout], anew: bool, reporter: SaveReporter
     ) -> tuple[tuple[ShardLayout, ...], Begun]:
@@ -576,6 +587,7 @@ class _Save:
                 chunk_bytes=self._chunk_bytes,
                 policy=self._policy,
                 anew=anew,
+                state=self._given.state,
             )
             data = f"{reporter.save_id}\n{begun.model_dump_json()}".encode()
         save_id, _, data = self._ranks.broadcast(data, 0).partition(b"\n")

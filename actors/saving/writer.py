@@ -95,6 +95,7 @@ class Begun(ManifestEntry):
     replaces_save: str  # the save that wrote it, as the history of saves names it; "" if none did
     replaces_state: str  # number of its training state; "" without one
     journal_etag: str | None
+    state: str = ""  # of the journal
     in_order: bool = False  # one process writes all parts of a file, in order (`storage.stores.parts`)
 
 
@@ -107,6 +108,7 @@ def begin_save(
     policy: RetryPolicy | None = None,
     anew: bool = False,
     contents: str = "",
+    state: str = "",
 ) -> tuple[tuple[ShardLayout, ...], Begun]:
     """Begin a save, or continue an interrupted one of the same layout and contents.
 
@@ -121,6 +123,7 @@ def begin_save(
         anew: Continue nothing.
         contents: Names what the bytes are made from, such as a digest of versions of files. Parts that the store has
             of a save with the same contents need not be made again. Default: the bytes are not known before.
+        state: What `claim_state` returned. "": the save has no training state.
 
     Returns:
         The layouts with the names of the files to write, and what the writers need.
@@ -143,6 +146,8 @@ def begin_save(
     replaced = saved_revision(manifest, revision_of_file)
     used = [] if manifest is None else [shard.path for shard in manifest.shards]
     journal, etag = read_journal(store, policy)
+    if state and (journal is None or journal.state != state):
+        raise _conflict(store)
     mark = fingerprint(layouts, hash_name, contents)
     live = {revision_of_file(path) for path in used}
     can_continue = (
@@ -165,7 +170,7 @@ def begin_save(
     if journal is not None and can_continue:
         uploads = [shard.upload for shard in journal.shards]
         known = _sound_records(layouts, journal.parts)
-    draft = _journal(layouts, revision, mark, uploads, known)
+    draft = _journal(layouts, revision, mark, uploads, known, state)
     try:
         stored.write(draft, now=True)  # before the first upload, so that whoever comes later knows whose it is
 
@@ -176,7 +181,7 @@ def begin_save(
         opened = map_threads(prepare, range(len(layouts)))
         uploads = [upload for upload, _ in opened]
         known = [record for _, records in opened for record in records]
-        stored.write(_journal(layouts, revision, mark, uploads, known), now=True)
+        stored.write(_journal(layouts, revision, mark, uploads, known, state), now=True)
     except ObjectChanged as error:
         raise _conflict(store) from error
     return layouts, Begun(
@@ -191,8 +196,35 @@ def begin_save(
         replaces_save=replaced[0],
         replaces_state=replaced[1],
         journal_etag=stored.etag,
+        state=state,
         in_order=writes.in_order,
     )
+
+
+def claim_state(store: ObjectStore, number: str, policy: RetryPolicy | None = None) -> str:
+    """Note in the journal which training state a save writes before it begins, and return that note.
+
+    It is the state of an interrupted save, if no manifest names that, else the one of `number`. So what was written of
+    it is used again. A save that still runs finds another journal, and ends before its manifest names the state.
+
+    Raises:
+        SaveConflict: Another save began at the same time.
+        StoreError: The store cannot be written.
+    """
+    policy = policy or RetryPolicy()
+    manifest, info = published(store, policy)
+    journal, etag = read_journal(store, policy)
+    if journal is None:
+        journal = _journal((), new_revision(), fingerprint((), ""), (), (), "")
+    before = journal.state.partition(".")[0]
+    if before and (info is None or manifest is not None) and before != saved_revision(manifest, revision_of_file)[1]:
+        number = before
+    state = f"{number}.{new_revision()}"
+    try:
+        StoredJournal(store, policy, etag).write(journal.model_copy(update={"state": state}), now=True)
+    except ObjectChanged as error:
+        raise _conflict(store) from error
+    return state
 
 
 def has_other_weights(store: ObjectStore, policy: RetryPolicy) -> bool:
@@ -255,13 +287,24 @@ def _sound_records(layouts: Sequence[ShardLayout], records: Iterable[PartRecord]
 
 
 def _journal(
-    layouts: Sequence[ShardLayout], revision: str, mark: str, uploads: Sequence[str], parts: Iterable[PartRecord]
+    layouts: Sequence[ShardLayout],
+    revision: str,
+    mark: str,
+    uploads: Sequence[str],
+    parts: Iterable[PartRecord],
+    state: str,
 ) -> SaveJournal:
     shards = tuple(
         JournalShard(file=layout.file, upload=upload) for layout, upload in zip(layouts, uploads, strict=True)
     )
     return SaveJournal(
-        format="longshore.save", version=1, revision=revision, fingerprint=mark, shards=shards, parts=tuple(parts)
+        format="longshore.save",
+        version=1,
+        revision=revision,
+        fingerprint=mark,
+        shards=shards,
+        parts=tuple(parts),
+        state=state,
     )
 
 
@@ -480,7 +523,7 @@ class CheckpointWriter:
             # What an interrupted save had written stays in the journal until this save has written it itself.
             parts = {**self._known, **self._records}
         begun = self._begun
-        journal = _journal(self._layouts, begun.revision, begun.fingerprint, begun.uploads, parts.values())
+        journal = _journal(self._layouts, begun.revision, begun.fingerprint, begun.uploads, parts.values(), begun.state)
         try:
             self._journal.write(journal, now=now)
         except ObjectChanged as error:
@@ -498,7 +541,7 @@ class CheckpointWriter:
         begun = self._begun
         remove_save(
             self._store,
-            _journal(self._layouts, begun.revision, begun.fingerprint, begun.uploads, ()),
+            _journal(self._layouts, begun.revision, begun.fingerprint, begun.uploads, (), begun.state),
             (),
             self._policy,
         )

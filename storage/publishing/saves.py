@@ -3,6 +3,7 @@
     longshore.save.json     exists from the first part of a save until its manifest is written
       revision, fingerprint     the save, and the layout of its files: only a save of the same layout can continue it
       shards                    per file: the id of its upload, and the parts that were written, with their digests
+      state                     the number of the training state that it saves first, and a random mark of the save
 
 A repeated save hashes its own bytes again. A part whose digests are those of the journal, and which the store still
 has, is not sent again. So the journal is a hint that can save work, and never decides what a checkpoint contains. Only
@@ -78,6 +79,7 @@ class SaveJournal(ManifestEntry):
     fingerprint: Hex
     shards: tuple[JournalShard, ...]
     parts: tuple[PartRecord, ...]
+    state: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{16}\.[0-9a-f]{16})?$")] = ""
 
 
 class StoredJournal:

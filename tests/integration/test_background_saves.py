@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import cluster
+from actors.saving import save as save_module
 from actors.saving.loaded import _source_files
+from actors.saving.save import SaveReport, _Save
 from actors.saving.writer import CheckpointWriter
 from cluster.errors import ConfigError, NoRoomToStage, SaveRefused
 from cluster.publishing import list_saves
@@ -178,6 +180,58 @@ def test_a_save_killed_before_it_is_in_the_history_stays(tmp_path: Path, monkeyp
     assert len(list(uri.glob("training/*/longshore.manifest.json"))) == 2
     list_saves(uri, clean=True)
     assert second < set(uri.glob("model-*.safetensors"))
+
+
+def raise_at(step: str, in_state: bool) -> Callable[[_Save, str], None]:
+    """Return a step of a save that raises at one of the training state, or of the model."""
+    real = _Save._step
+
+    def check(self: _Save, name: str) -> None:
+        if name == step and ("/training/" in self._given.uri) == in_state:
+            raise RuntimeError("stopped")
+        real(self, name)
+
+    return check
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_interrupted_training_state_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Also: what is at the URI afterwards is one state, and nothing is left over."""
+    uri, extra = tmp_path / "m", {"ema": torch.randn(6_000_000)}  # of 24 MB
+    states: list[SaveReport] = []
+    real = save_module.save_tensors
+
+    def counted(*args: Any) -> SaveReport:
+        report = real(*args)
+        states.extend([report] if "/training/" in report.uri else [])
+        return report
+
+    def save() -> None:
+        if background:
+            cluster.asave(state(1), uri, extra_state=extra).result(timeout_s=60)
+        else:
+            cluster.save(state(1), uri, extra_state=extra)
+
+    monkeypatch.setattr(save_module, "save_tensors", counted)
+    for step, in_state in (("commit: shards", True), ("begin", False), ("commit: files", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(_Save, "_step", raise_at(step, in_state))
+            with pytest.raises(RuntimeError, match="stopped"):
+                save()
+    save()
+    size_bytes = states[0].size_bytes
+    assert [one.written_bytes for one in states] == [0] * 3
+    assert [one.reused_bytes for one in states] == [size_bytes, 0, 0]
+    assert [one.copied_bytes for one in states] == [0, size_bytes, size_bytes]
+    assert cluster.load_training_state(uri)["ema"].equal(extra["ema"])
+    (first,) = uri.glob("training/*/longshore.manifest.json")
+    assert len(list(first.parent.glob("*.safetensors"))) == 1
+    assert not list_saves(uri).leftovers
+    save()
+    assert states[-1].written_bytes == size_bytes, "what is published stays as it is"
+    assert len(list(uri.glob("training/*/longshore.manifest.json"))) == 2
 
 
 def test_a_training_state_is_not_copied_with_a_loaded_model(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.saving.writer import Begun, CheckpointWriter, PartsDiffer, begin_save
+from actors.saving.writer import Begun, CheckpointWriter, PartsDiffer, begin_save, claim_state
 from cluster.errors import SaveConflict, SaveError, SaveRefused
 from cluster.saving.shards import ShardLayout, TensorSpec, lay_out, part_bounds, revision_of_file
 from storage.checkpoints import replaced_files
@@ -76,7 +76,7 @@ def specs_of(model: dict[str, np.ndarray]) -> list[TensorSpec]:
     return [TensorSpec(name, names[str(array.dtype)], array.shape) for name, array in model.items()]
 
 
-def begin(store: ObjectStore, model: dict[str, np.ndarray], **more: bool) -> tuple[tuple[ShardLayout, ...], Begun]:
+def begin(store: ObjectStore, model: dict[str, np.ndarray], **more: Any) -> tuple[tuple[ShardLayout, ...], Begun]:
     layouts = lay_out(specs_of(model), revision="0", max_shard_bytes=8_000_000, chunk_bytes=CHUNK)
     return begin_save(store, layouts, chunk_bytes=CHUNK, policy=POLICY, **more)
 
@@ -254,6 +254,22 @@ def test_of_two_saves_the_later_one_wins(store: ObjectStore) -> None:
     with pytest.raises(SaveConflict):
         first.commit()
     assert open_model(store).revision == revision
+
+
+def test_of_two_saves_with_one_training_state_the_later_one_wins(store: ObjectStore) -> None:
+    """The earlier one must not name a state that the later one replaces, whatever it has begun."""
+    model, number = {"w": np.arange(10, dtype=np.float32)}, "0123456789abcdef"
+    early = claim_state(store, number, POLICY)
+    layouts, begun = begin(store, model, state=early)
+    first = CheckpointWriter(store, layouts, begun, policy=POLICY)
+    write_all(first, layouts, model)
+    late = claim_state(store, "f" * 16, POLICY)
+    assert late.partition(".")[0] == number
+    with pytest.raises(SaveConflict):
+        begin(store, model, state=early)
+    begin(store, model, state=late)
+    with pytest.raises(SaveConflict):
+        first.commit()
 
 
 def interrupted(store: ObjectStore, model: dict[str, np.ndarray]) -> Callable[[], object]:
