@@ -182,6 +182,10 @@ class UpdateRun:
         if not record.life.is_ready or _incarnations(record) != self._incarnations:
             raise UpdateFailed("a rank was lost while the update was staged", model=record.model_id)
 
+    def _is_same(self, placement: Placement) -> bool:
+        """Return whether the rank has the worker that it had when the update began."""
+        return self._incarnations.get(placement.rank) == (placement.node_id, placement.incarnation)
+
     def _decide(self) -> None:
         life = self._record.changes.life
         if life is not None:
@@ -308,6 +312,10 @@ class UpdateRun:
         record, worker = self._record, placement.worker
         if record.changes.update is None or record.changes.life is None:
             return
+        if not self._is_same(placement):
+            if not self._is_streaming:
+                self._check_same_workers()
+            return  # its replacement loads the new revision
         update_id = record.changes.update.update_id
         job = update_job(record, placement, record.changes.update, base, self._parts.config)
         shared = self._tables[1] if update.ranks[placement.rank].read_bytes else b""
@@ -439,7 +447,7 @@ class UpdateRun:
         It may wait for its calls for as long as they run.
         """
         record, rank, worker = self._record, placement.rank, placement.worker
-        same = (placement.node_id, placement.incarnation) == self._incarnations.get(rank)
+        same = self._is_same(placement)
         exchanged = False
         if same and worker is not None:
             try:
@@ -470,10 +478,15 @@ class UpdateRun:
             raise UpdateFailed("the rank's agent was restarted", rank=placement.rank, host=placement.host)
 
     async def _wait_replaced(self, placement: Placement, worker: Any) -> None:
-        """Return when the rank has another worker, or the model is over: it is not ready with the dead one."""
+        """Return when the rank has another worker or place, or the model is over: it is not ready with the dead one."""
         record = self._record
+
+        def is_replaced() -> bool:
+            # The rank may be moved to another node before whoever tends it has noticed the death.
+            return placement.worker is not worker or not record.has(placement)
+
         async with record.changed:
-            await record.changed.wait_for(lambda: placement.worker is not worker or record.life.is_over)
+            await record.changed.wait_for(lambda: is_replaced() or record.life.is_over)
 
     def _steps(self) -> tuple[str, ...]:
         life = self._record.changes.life

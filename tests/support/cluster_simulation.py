@@ -36,6 +36,7 @@ from actors.coordination import (
     planner,
     scale_run,
     spawn,
+    update_run,
     worker_groups,
 )
 from actors.coordination.model_record import ModelRecord
@@ -56,18 +57,22 @@ from cluster.errors import (
     RankLost,
     ScaleFailed,
     ScaleRefused,
+    UpdateFailed,
+    UpdateRefused,
     VersionMismatch,
 )
 from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, pack_message, unpack_message
 from cluster.planning.packed_plan import PackedPlan, RankFacts, unpack_shared
-from cluster.request import LoadRequest, StoreAccess
+from cluster.planning.update_plan import PackedUpdate
+from cluster.request import LoadRequest, StoreAccess, UpdateRequest
 from cluster.scheduling import load_state
 from cluster.scheduling.load_state import LoadState
 from cluster.telemetry.counters import CoordinatorFacts, Durations, Key, Snapshot, samples
 from cluster.telemetry.logs import ROOT
 from cluster.telemetry.metrics import Kind
 from cluster.telemetry.scale_report import ScaleReport
+from cluster.telemetry.update_report import UpdateReport
 from storage.checkpoints.checkpoint import check_wanted
 from storage.errors import (
     AccessDenied,
@@ -88,7 +93,7 @@ from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
     fit, agent_watch, coordinator, worker_groups, load_run, model_record, nodes, placing, planner, scale_run,
-    spawn,
+    spawn, update_run,
 )  # fmt: skip
 ASKS_RAY = (nodes, planner, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection
@@ -115,6 +120,8 @@ JUSTIFIED: dict[type[LongshoreError], set[str]] = {
     NotEnoughResources: {"places"},
     ScaleRefused: {"places"},
     ScaleFailed: {"worker", "agent", "coordinator", "node", "message", "slow", "store", "away", "access", "version"},
+    UpdateRefused: {"places"},
+    UpdateFailed: {"worker", "agent", "coordinator", "node", "message", "slow", "store", "away", "access", "version"},
     ModelNotFound: {"coordinator", "client"},
     VersionMismatch: {"version"},
     ArenaBusy: {"worker", "agent", "coordinator", "node", "message", "slow"},
@@ -141,13 +148,14 @@ class SimPlanner:
     async def prepare(self, request: LoadRequest) -> PackedPlan:
         await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 1.0))
         self._cluster.check_access(request.store)
-        check_wanted(request.revision, self._cluster.revision, request.uri)
+        revision = self._cluster.revisions.get(request.uri, self._cluster.revision)
+        check_wanted(request.revision, revision, request.uri)
         model = self._cluster.models[request.uri]
         needs = needs_of(model, request.layout)
         shared = model.shared(needs)
         self._cluster.planned[shared] = model
         ranks = tuple(RankFacts(*[CHUNK_BYTES * len(chunks)] * 3) for chunks in needs.values())
-        return PackedPlan(self._cluster.revision, "blake3", CHUNK_BYTES * len(model.contents), ranks, shared)
+        return PackedPlan(revision, "blake3", CHUNK_BYTES * len(model.contents), ranks, shared)
 
     async def scaled(self, shared: bytes, layout: Layout) -> tuple[tuple[RankFacts, ...], bytes]:
         await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 0.5))
@@ -158,10 +166,15 @@ class SimPlanner:
         self._cluster.planned[scaled] = model
         return tuple(RankFacts(*[CHUNK_BYTES * len(chunks)] * 3) for chunks in needs.values()), scaled
 
+    async def update(self, target: LoadRequest, tables: bytes, *, all_changed: bool) -> PackedUpdate:
+        """All revisions of a model have the same contents here: ranks stage nothing but the revision."""
+        plan = await self.prepare(target)
+        return PackedUpdate(plan, b"", tuple(RankFacts(0, 0, 0) for _ in plan.ranks), 1, 0, 0)
+
     async def is_current(self, request: LoadRequest, known: str, limit_s: float = 0.0) -> bool:
         await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 0.5))
         self._cluster.check_access(request.store)
-        return known == self._cluster.revision
+        return known == self._cluster.revisions.get(request.uri, self._cluster.revision)
 
     async def close(self) -> None:
         return None
@@ -213,14 +226,24 @@ class SimClient:
 
     def scale(self, replicas: int) -> None:
         """Ask for another number of replicas, once the model is ready."""
-        if self.ready and self.holds:
-            self.cluster.scalings.append(self.cluster.client_loop.create_task(self._scale(self._held, replicas)))
+        self._change("scale", self.cluster.unique(), replicas)
 
-    async def _scale(self, model_id: str, replicas: int) -> ScaleReport | LongshoreError:
-        scale_id = self.cluster.unique()
+    def update(self, *, streaming: bool) -> None:
+        """Ask for a new revision, stored at a place of its own, once the model is ready."""
+        asked, uri = self.request, f"{self.request.uri}/{self.cluster.unique()}"
+        self.cluster.models[uri], self.cluster.revisions[uri] = self.cluster.models[asked.uri], uri
+        access = StoreAccess(StoreRef("s3", "models", uri), asked.store.credentials)
+        self._change("update", UpdateRequest(uri, asked.client_id, uri, access, streaming=streaming))
+
+    def _change(self, method: str, *asked: Any) -> None:
+        if self.ready and self.holds:
+            changing = self._changed(method, self._held, *asked)
+            self.cluster.changes.append(self.cluster.client_loop.create_task(changing))
+
+    async def _changed(self, method: str, *asked: Any) -> ScaleReport | UpdateReport | LongshoreError:
         try:
             while True:
-                _, report, error = await self.cluster.ask("scale", model_id, scale_id, replicas, 1.0)
+                _, report, error = await self.cluster.ask(method, *asked, 1.0)
                 if report is not None or error is not None:
                     return report or error
         except LongshoreError as error:
@@ -333,9 +356,10 @@ class ClusterSimulation:
         self.hosts: list[SimHost] = []
         self.clients: list[SimClient] = []
         self.hostings: list[SimHosting] = []
-        self.scalings: list[asyncio.Task[ScaleReport | LongshoreError]] = []
+        self.changes: list[asyncio.Task[ScaleReport | UpdateReport | LongshoreError]] = []
         self.faults: set[str] = set()  # kinds that there have been
-        self.revision = "v1"  # of every stored model
+        self.revision = "v1"  # of every stored model that `revisions` does not have
+        self.revisions: dict[str, str] = {}  # by URI
         self.refused: set[str] = set()  # access keys that the store does not accept
         self.store_is_away = False
         self.trouble = 0.0  # how often a message does not simply arrive
@@ -569,10 +593,11 @@ class ClusterSimulation:
         for hosting in self.hostings:
             if hosting.rank.error is not None:
                 self.check_error(hosting.rank.error)
-        for scaling in self.scalings:
-            if scaling.done() and isinstance(outcome := scaling.result(), LongshoreError):
+        for change in self.changes:
+            if change.done() and isinstance(outcome := change.result(), LongshoreError):
                 assert type(outcome) in JUSTIFIED, f"nobody foresaw {outcome!r} {outcome.details}"
-                assert not isinstance(outcome, ScaleFailed) or self.faults - {"access", "places"}, f"why {outcome!r}?"
+                failed = isinstance(outcome, ScaleFailed | UpdateFailed)
+                assert not failed or self.faults - {"access", "places"}, f"why {outcome!r}?"
         self._check_counters()
 
     def _check_counters(self) -> None:
@@ -614,6 +639,8 @@ class ClusterSimulation:
             assert held.rank == rank
             needed = set(needs_of(self.models[record.request.uri], record.request.layout)[rank])
             assert held.state.placed == needed, f"rank {rank} is READY, and has {held.state.placed} of {needed}"
+            if not record.changes.is_running:
+                assert process.revision == record.revision, f"rank {rank} is READY with the revision {process.revision}"
 
     def settle(self) -> None:
         """Run without further faults until every held load is READY or has a justified error."""
@@ -633,7 +660,7 @@ class ClusterSimulation:
         return (
             not any(client.waits for client in self.clients)
             and all(hosting.is_over for hosting in self.hostings)
-            and all(scaling.done() for scaling in self.scalings)
+            and all(change.done() for change in self.changes)
             and self._loop is not None
             and states <= {LoadState.READY}
             and not any(record.changes.is_running for record in self.records())

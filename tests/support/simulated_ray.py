@@ -22,6 +22,7 @@ from tests.support.virtual_time import Clock
 
 CALLS_FAIL_S = 0.3  # after a process died, at most
 NODE_DETECTED_S = 5.0  # after a node was cut off or died, at most
+NODE_CALLS_FAIL_S = 3.0  # after Ray has declared a node dead, at most
 
 
 @dataclass(eq=False)
@@ -144,16 +145,18 @@ class SimRay:
         self._when_reached(actor.host, reached)
 
     def died(self, actor: SimActor) -> None:
-        """Its process did, by itself."""
+        """Its process did, by itself. Of one that ended with its node, Ray learns that with the death of the node."""
         actor.process = None
+        if not actor.host.lives:
+            return
         if not actor.restarts:
             actor.dead = True
         self.fail_calls(actor)
 
-    def fail_calls(self, actor: SimActor) -> None:
+    def fail_calls(self, actor: SimActor, most_s: float = CALLS_FAIL_S) -> None:
         calls, actor.pending = actor.pending, {}
         for call in calls:
-            self.clock.soon(lambda call=call: call.fail(RayActorError()), CALLS_FAIL_S)  # type: ignore[misc]
+            self.clock.soon(lambda call=call: call.fail(RayActorError()), most_s)  # type: ignore[misc]
 
     def call(self, actor: SimActor, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> asyncio.Future[Any]:
         call = Call(method, args, named, asyncio.get_running_loop().create_future())
@@ -170,7 +173,7 @@ class SimRay:
             host.listed = False
             for actor in [actor for actor in self.actors.values() if actor.host is host]:
                 actor.dead = True
-                self.fail_calls(actor)
+                self.fail_calls(actor, NODE_CALLS_FAIL_S)
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 from actors.node.chunk_flow import JobTables
 from actors.node.node_ledger import NodeLedger
 from cluster import messages
-from cluster.errors import AgentEnded, ClusterLost, LoadCancelled, VersionMismatch
+from cluster.errors import AgentEnded, ClusterLost, LoadCancelled, UpdateFailed, VersionMismatch
 from cluster.messages import (
     AgentBeat,
     Assignment,
@@ -29,6 +29,7 @@ from cluster.messages import (
     RankJob,
     RankUpdate,
     SlotHolder,
+    UpdateJob,
     Version,
     pack_message,
     unpack_message,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from tests.support.cluster_simulation import ClusterSimulation
 
 AGENT_GONE_S = 60.0  # see actors.rank.loader
+STAGES_S = 3.0  # a rank stages an update within that time
 PACES_S = (0.05, 0.2, 0.2, 1.0)  # a rank does something so often
 SERVES_S = 0.1  # an agent looks so often at what other nodes ask for
 TROUBLES = ("twice", "unanswered", "late", "lost")
@@ -462,6 +464,8 @@ class SimWorker:
         self.leaderless = False  # its first thread has ended: Ray takes it for dead, the others go on
         self.dead = False
         self._outcome, self._lifetime = Later(), Later()
+        self._update: UpdateJob | None = None  # that it stages, or has staged
+        self._staged, self._updated = Later(), ""
         self._heard_s = 0.0
         self._pace_s = self.cluster.clock.chance.choice(PACES_S)
         if self._pace_s == max(PACES_S):
@@ -532,7 +536,49 @@ class SimWorker:
     def assignment(self) -> Assignment | None:
         if self.rank is None or self.store is None:
             return None
-        return Assignment(self.rank.load.load_id, self.store, self.revision)
+        pending = () if self._update is None else (self._update.update_id, self._update.job.store)
+        return Assignment(self.rank.load.load_id, self.store, self.revision, *pending)
+
+    def stage_update(self, job: UpdateJob, shared: bytes) -> None:
+        self._check(job.model_id)
+        if job.update_id in (self._updated, self._update and self._update.update_id):
+            return
+        if self.rank is None or not self.rank.finished or job.base not in ("", self.revision):
+            raise UpdateFailed("the rank has not what the update begins with", found=self.revision)
+        self._update, self._staged = job, Later()
+        self._stage(job, self._staged)
+
+    def _stage(self, job: UpdateJob, staged: Later) -> None:
+        def end() -> None:
+            if self.stopped:
+                self._stage(job, staged)
+            elif not self.dead and self._update is job:
+                if job.streaming:
+                    self._take_over(job)
+                staged.known(None)
+
+        self.cluster.clock.after(self.cluster.clock.chance.uniform(0.1, STAGES_S), end)
+
+    def _take_over(self, job: UpdateJob) -> None:
+        self.store, self.revision, self._updated, self._update = job.job.store, job.job.revision, job.update_id, None
+
+    def update_outcome(self, load_id: str, update_id: str) -> Later:
+        self._check(load_id)
+        return self._staged
+
+    def exchange_update(self, load_id: str, update_id: str, revision: str) -> Later | None:
+        self._check(load_id)
+        job = self._update
+        if job is not None and job.update_id == update_id:
+            if job.streaming:
+                return self._staged
+            self._take_over(job)
+        elif update_id != self._updated and revision != self.revision:
+            raise UpdateFailed("the rank has not staged the update", update=update_id)
+        return None
+
+    def drop_update(self, load_id: str, update_id: str) -> None:
+        self._update = None
 
     def stop(self) -> None:
         if self.rank is not None and not self.rank.left:

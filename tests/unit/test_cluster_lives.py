@@ -27,13 +27,14 @@ from actors.node.chunk_flow import RankPlace
 from cluster.errors import NotEnoughResources, VersionMismatch
 from cluster.fit.needs import min_slots
 from cluster.telemetry.scale_report import ScaleReport
+from cluster.telemetry.update_report import UpdateReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease, SlotTable
 from storage.errors import LongshoreError
 from tests.support import simulated_workers
 from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel
-from tests.support.simulated_workers import SimHost, SimWorker
+from tests.support.simulated_workers import STAGES_S, SimHost, SimWorker
 
 pytestmark = pytest.mark.slow
 
@@ -433,7 +434,7 @@ def test_without_faults_replicas_come_and_go(peers: bool) -> None:
             client.scale(replicas)
             cluster.settle()
             cluster.run(5.0)  # until killed processes are gone
-            report = cluster.scalings[-1].result()
+            report = cluster.changes[-1].result()
             assert isinstance(report, ScaleReport), report
             assert report.data_parallel_size == replicas
             (record,) = cluster.records()
@@ -443,7 +444,7 @@ def test_without_faults_replicas_come_and_go(peers: bool) -> None:
                 assert report.store_bytes == 0
         client.scale(7)
         cluster.settle()
-        assert isinstance(cluster.scalings[-1].result(), NotEnoughResources)
+        assert isinstance(cluster.changes[-1].result(), NotEnoughResources)
         assert len(cluster.workers()) == 3
         fetched = sum(sum(node.fetched.values()) - node.spare_fetches for node in cluster.hosts)
         assert fetched <= (12 if peers else 36)
@@ -452,8 +453,8 @@ def test_without_faults_replicas_come_and_go(peers: bool) -> None:
         cluster.close()
 
 
-def scaled_life(seed: int) -> ClusterSimulation:
-    """Replicas come and go while all breaks that can."""
+def changed_life(seed: int) -> ClusterSimulation:
+    """Replicas come and go, and ranks get new revisions, while all breaks that can."""
     chance = random.Random(seed)
     cluster = cluster_of(seed, 3, chance.random() < 0.5, chance.choice([0.0, 20.0]))
     try:
@@ -461,8 +462,11 @@ def scaled_life(seed: int) -> ClusterSimulation:
         cluster.run(chance.uniform(5.0, 15.0))
         cluster.trouble = chance.choice([0.0, 0.0, 0.1])
         for _ in range(chance.randrange(10, 30)):
-            if chance.random() < 0.3 and all(scaling.done() for scaling in cluster.scalings):
-                client.scale(chance.randrange(1, 5))
+            if chance.random() < 0.3 and all(change.done() for change in cluster.changes):
+                if chance.random() < 0.5:
+                    client.scale(chance.randrange(1, 5))
+                else:
+                    client.update(streaming=chance.random() < 0.5)
             if chance.random() < 0.15:
                 disturb(cluster, chance)
             cluster.run(chance.choice([0.1, 0.5, 1.0, 3.0]))
@@ -478,8 +482,30 @@ def scaled_life(seed: int) -> ClusterSimulation:
 
 @settings(max_examples=12 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
-def test_replicas_come_and_go_whatever_happens(seed: int) -> None:
-    scaled_life(seed)
+def test_a_model_may_be_changed_whatever_happens(seed: int) -> None:
+    changed_life(seed)
+
+
+@pytest.mark.usefixtures("no_slow_ranks")
+@settings(max_examples=20 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), streaming=st.booleans())
+def test_a_node_may_be_lost_in_an_update(seed: int, streaming: bool) -> None:
+    """The model has the revision that the update's outcome says. Ranks that are moved load it."""
+    chance = random.Random(seed)
+    cluster = cluster_of(seed, 4, chance.random() < 0.5, 20.0)
+    try:
+        client = cluster.load("a", 2, 2)
+        cluster.settle()
+        (record,) = cluster.records()
+        client.update(streaming=streaming)
+        cluster.run(chance.uniform(0.0, 2 * STAGES_S))
+        cluster.kill_node(next(node for node in cluster.hosts if node.node_id == record.placements[0].node_id))
+        cluster.settle()
+        outcome = cluster.changes[-1].result()
+        assert record.revision == (outcome.revision if isinstance(outcome, UpdateReport) else "v1")
+        cluster.end()
+    finally:
+        cluster.close()
 
 
 def test_at_a_shutdown_a_stuck_model_delays_no_other() -> None:

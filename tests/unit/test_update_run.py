@@ -171,6 +171,49 @@ def test_a_rank_that_waits_for_a_call_is_not_replaced(monkeypatch: pytest.Monkey
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_rank_that_is_moved_in_the_exchange_is_replaced(monkeypatch: pytest.MonkeyPatch, noticed: bool) -> None:
+    """Its node is lost. `noticed`: whoever tends the rank learns that before it is placed anew."""
+
+    async def run() -> None:
+        model = Model(monkeypatch)
+        await model.resume(streaming=False)
+        model.workers[0].done()
+        await asyncio.sleep(STUCK_AFTER_S)  # until both are asked
+        if noticed:
+            model.record.placements[1].vacate()
+        model.record.place([Placement(1, "n2", "h2", None, 2, incarnation=1, worker=Worker())])
+        model.workers[1].answer.set_exception(RayActorError())
+        await asyncio.sleep(STUCK_AFTER_S)
+        await model.record.touch()
+        assert (await model.report()).ranks == ("exchanged", "replaced")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_rank_that_is_lost_before_it_is_asked_to_read(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    """Nobody has its next worker yet. In a stream the decision was before that, so it loads the new revision."""
+
+    async def run() -> None:
+        model = Model(monkeypatch)
+
+        async def lost(*_: Any) -> None:
+            if model.record.revision == ("r2" if streaming else "r1") and model.record.changes.is_running:
+                model.record.placements[1].vacate()
+
+        monkeypatch.setattr(update_run, "save", lost)
+        model.begin(streaming=streaming)
+        model.workers[0].done()
+        if streaming:
+            assert (await model.report()).ranks == ("exchanged", "replaced")
+        else:
+            with pytest.raises(UpdateFailed, match="a rank was lost while the update was staged"):
+                await model.report()
+
+    asyncio.run(run())
+
+
 def test_a_rank_that_is_silent_in_a_stream_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         model = Model(monkeypatch)
