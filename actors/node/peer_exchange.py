@@ -364,7 +364,10 @@ class PeerExchange:
             stays = to_begin
             if now_s - kept.since_s <= max(PATIENCE_S, need_s):
                 stays = stays | self._on_their_way(chunk, now_s)
-            self._late |= {each for each in kept.left if not self._comes(chunk, each) and each not in stays}
+            late_now = {each for each in kept.left if not self._comes(chunk, each) and each not in stays}
+            for each in late_now:
+                self._routes.did_not_ask(each, chunk)
+            self._late |= late_now
         for chunk, kept in self._kept.items():
             kept.left = {each for each in kept.left if each not in self._late or self._comes(chunk, each)}
             if not kept.left:

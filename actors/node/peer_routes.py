@@ -225,6 +225,7 @@ class PeerRoutes:
         self._left_out: dict[int, float] = {}  # nodes that did not answer this one, and until when
         self._bypassed: dict[int, float] = {}  # nodes that others left out, and until when
         self._handing_over: dict[int, float] = {}  # nodes that asked this one instead of the store, and until when
+        self._hands_nothing: set[int] = set()  # nodes that are left out, and read their own chunks from the store
 
     @property
     def alone(self) -> bool:
@@ -279,7 +280,8 @@ class PeerRoutes:
         handed_over: list[int] = []  # nodes that ask this one instead of the store, or that may soon
         if skipped and all(order.node(at, turn) in skipped for at in range(own)):  # this node is in place of the home
             to_see += [after for at in range(own) for after in order.after(at) if after != own]
-            slow = {node for node, until_s in self._left_out.items() if until_s < math.inf} | self._handing_over.keys()
+            slow = {node for node, until_s in self._left_out.items() if until_s < math.inf} - self._hands_nothing
+            slow |= self._handing_over.keys()
             handed_over = [order.node(at, turn) for at in range(own) if order.node(at, turn) in slow]
         found: set[int] = set()
         while to_see:
@@ -352,6 +354,13 @@ class PeerRoutes:
                 return
             self._bypassed[order.node(at, turn)] = now_s + LEFT_OUT_S
 
+    def did_not_ask(self, node_id: str, chunk: int) -> None:
+        """Note that another node did not ask for a chunk in time. One before this one has read it from the store."""
+        order, turn, own = self._find(chunk)
+        place = order.place(self._index[node_id], turn)
+        if own is not None and place is not None and place < own:
+            self._hands_nothing.add(self._index[node_id])
+
     def is_member(self, node_id: str) -> bool:
         """Return whether the other node takes part in the load since it began."""
         return node_id in self._index
@@ -371,6 +380,7 @@ class PeerRoutes:
         """Ask again the nodes whose time is over."""
         self._left_out = {node: until_s for node, until_s in self._left_out.items() if until_s >= now_s}
         self._bypassed = {node: until_s for node, until_s in self._bypassed.items() if until_s >= now_s}
+        self._hands_nothing &= self._left_out.keys()
         over = self._handing_over
         self._handing_over = {node: until_s for node, until_s in over.items() if until_s >= now_s}
         self._lenders.forget(now_s)

@@ -15,6 +15,7 @@ from actors.node.peer_exchange import (
     FALLS_BACK,
     LONG_LINE,
     MOST_PATIENCE_S,
+    PATIENCE_S,
     PAUSE,
     SLOW_S,
     PeerExchange,
@@ -254,6 +255,20 @@ def test_a_store_is_slow_only_beside_a_faster_one() -> None:
     assert slow.store_s(21.0) == 20.0
     assert slow.store_s(20.0 + KNOWN_S) is None
     assert PeerPatience().slow_store_s(0.0) is None
+
+
+def test_a_home_that_is_left_out_is_waited_for_once(node: Node) -> None:
+    """It might hand its chunks over to this node. When it did not come for one, it reads them from the store."""
+    (home,) = next(found for chunk in range(CHUNKS) if len(found := node.routes.sources(chunk)) == 1)
+    out = node.routes.node_at(home.peer)
+    node.routes.leave_out(home, 1000.0)
+    of_home = [chunk for chunk in range(100, CHUNKS) if not node.routes.may_wait(out, chunk)]
+    assert any(out in node.routes.askers(chunk) for chunk in of_home)
+    node.get(100)
+    node.exchange.look(PATIENCE_S + 0.1)
+    assert not any(out in node.routes.askers(chunk) for chunk in of_home)
+    node.routes.asked_by(out, of_home[0], PATIENCE_S + 0.1, hands_over=True)
+    assert any(out in node.routes.askers(chunk) for chunk in of_home)
 
 
 def test_a_node_that_has_not_begun_is_waited_for_longer(node: Node) -> None:
