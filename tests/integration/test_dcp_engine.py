@@ -20,7 +20,7 @@ import cluster
 from cluster.config import Config
 from cluster.errors import ConfigError, LayoutError, SaveRefused
 from engines.dcp import LongshoreReader, LongshoreWriter
-from storage.errors import IntegrityError, ObjectNotFound
+from storage.errors import IntegrityError, ObjectNotFound, RevisionMismatch
 from tests.support.counting_proxy import CountingProxy
 from tests.support.dcp_job import WORLD, run_job, stored_tensors
 from tests.support.gloo_ranks import run_ranks
@@ -165,6 +165,20 @@ def test_a_planner_that_makes_new_plans_reads_alone(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(3)}
     dcp.load(state, storage_reader=LongshoreReader(tmp_path, settings=SETTINGS), planner=Rebuilding(), no_dist=True)
     assert torch.equal(state["weight"], torch.ones(3))
+
+
+def test_ranks_that_find_different_revisions_say_so(tmp_path: Path) -> None:
+    plans = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        save_file({"weight": torch.full((3,), number)}, tmp_path / str(number) / "model.safetensors")
+        cluster.publish(tmp_path / str(number))
+        reader = LongshoreReader(tmp_path / str(number), settings=SETTINGS)
+        reader.read_metadata()
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    assert len(reader.prepare_global_plan([plans[1]] * 2)) == 2
+    with pytest.raises(RevisionMismatch, match="different revisions"):
+        reader.prepare_global_plan(plans)
 
 
 def test_one_process_and_a_model_that_was_not_published(tmp_path: Path) -> None:

@@ -174,7 +174,11 @@ def test_the_others_serve_while_a_replica_is_filled(
         assert is_exact(model, llama, 1, replicas=2)
         running = pool.submit(model.call, slow, 3.0, ranks=[1])
         eventually(lambda: running.running(), "the call does not begin")
-        assert model.scale(1).ranks == (1,)
+        shrinking = pool.submit(model.scale, 1)
+        eventually(lambda: longshore.models()[0].layout.ranks == 1, "the replica is not about to go")
+        assert model.call(replica_of) == [(0, 0)]
+        assert not running.done()
+        assert shrinking.result(120).ranks == (1,)
         assert running.done()
         assert running.result() == [1]
     longshore.assert_nothing_left()

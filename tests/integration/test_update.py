@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -120,7 +121,10 @@ def test_loads_attach_to_the_new_revision(longshore: Longshore, llama: StoredMod
         with cluster.load(next_llama.uri, **options) as again:
             assert again.model_id == model.model_id
             assert again.report.revision == report.revision
-        back = model.update(llama.uri)
+        with cluster.load(llama.uri, **options) as old:
+            assert old.model_id != model.model_id
+            assert (old.revision, is_exact(old, llama)) == (report.old_revision, True)
+        back = asyncio.run(model.aupdate(llama.uri))
         assert is_exact(model, llama)
         assert back.read_bytes == 0  # the chunks are in the arena
         assert longshore.models()[0].update.startswith(model.model_id)
@@ -168,24 +172,32 @@ def test_another_model_is_refused(longshore: Longshore, llama: StoredModel, odd:
     longshore.assert_nothing_left()
 
 
-def test_an_update_without_room_touches_nothing(
-    longshore: Longshore, llama: StoredModel, next_llama: StoredModel, request: pytest.FixtureRequest
+def test_a_change_without_room_touches_nothing(
+    longshore: Longshore,
+    llama: StoredModel,
+    next_llama: StoredModel,
+    proxy: CountingProxy,
+    request: pytest.FixtureRequest,
 ) -> None:
     """After the load another coordinator takes over, whose reserve no host has."""
     import ray
 
-    with cluster.load(llama.uri, **options_of(llama, tensor_parallel_size=2)) as model:
+    with cluster.load(llama.uri, **options_of(llama, endpoint_url=proxy.endpoint_url)) as model:
         request.addfinalizer(longshore.end_longshore)
         ray.kill(ray.get_actor(COORDINATOR, namespace=NAMESPACE), no_restart=True)
         eventually(lambda: COORDINATOR not in longshore.actor_names(), "the coordinator is left")
         longshore.start(host_reserve_bytes=1 << 50)
         eventually(lambda: [each.progress.state for each in longshore.models()] == ["ready"], "the model is not found")
+        read_bytes = weights_read(proxy)
         with pytest.raises(cluster.DoesNotFit, match=r"the update does not fit beside the model: .*host memory"):
             model.update(next_llama.uri, credentials=llama.options["credentials"])
-        assert is_exact(model, llama)
+        with pytest.raises(cluster.DoesNotFit, match="host memory"):
+            model.scale(2)
+        assert weights_read(proxy) == read_bytes
+        assert is_exact(model, llama, 1)
         assert model.revision == model.report.revision
         model.update(next_llama.uri, credentials=llama.options["credentials"], streaming=True)  # stages nothing
-        assert is_exact(model, next_llama)
+        assert is_exact(model, next_llama, 1)
 
 
 def test_the_command_line_and_the_metrics_of_updates(

@@ -105,6 +105,8 @@ def main(case: str) -> dict[str, Any]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, zeros
 
     rank = dist.get_rank()
     reader = make_reader()
@@ -118,6 +120,9 @@ def main(case: str) -> dict[str, Any]:
         wrong = [] if rank < WORLD - 1 or local_bytes(rows["rows"]) == expected_rows() else ["rows"]
         return {"wrong": wrong, "report": reader.report}
     ours, theirs = make_state(rank), make_state(rank)
+    some = DeviceMesh("cpu", [1, 3])
+    for state in (ours, theirs):
+        state["whole"] = zeros(300, 1200, device_mesh=some, placements=[Shard(0)])
     dcp.load(ours, storage_reader=reader)
     dcp.load(theirs, storage_reader=HuggingFaceStorageReader(os.environ["FOLDER"]))
     wrong = [name for name, value in ours.items() if local_bytes(value) != local_bytes(theirs[name])]

@@ -17,10 +17,11 @@ from actors.coordination.jobs import SavedLoad
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.run_parts import RunParts
-from actors.coordination.scale_run import ScaleRun
+from actors.coordination.scale_run import ScaleRun, check_scalable
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
-from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, NodeLost, RankLost, RankRemoved
+from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, NodeLost, RankLost, RankRemoved, ScaleRefused
+from cluster.fit.options import DeviceMapOptions
 from cluster.layouts.mesh import Layout
 from cluster.model import LoadedModel, RankCalls
 from cluster.request import LoadRequest, StoreAccess
@@ -98,6 +99,19 @@ def test_no_error_of_a_rank_that_joins_ends_the_model(error: Exception, monkeypa
         return str(record.join_error)
 
     assert str(error) in run_with(step)
+
+
+@pytest.mark.parametrize(
+    ("changed", "broken", "message"),
+    [
+        ({"device_map": DeviceMapOptions("auto")}, "", "the model has a device map"),
+        ({}, "a chunk is damaged", "contents of two revisions"),
+    ],
+)
+def test_a_model_that_cannot_be_scaled_says_why(changed: dict[str, Any], broken: str, message: str) -> None:
+    life = Life(LoadState.READY, 1, (RankLife(ready=True),))
+    with pytest.raises(ScaleRefused, match=message):
+        check_scalable(ModelRecord("m", replace(REQUEST, **changed), life, Holders(), broken=broken))
 
 
 def test_workers_are_not_kept_while_others_join() -> None:
