@@ -96,6 +96,16 @@ def test_dcp_load(tmp_path: Path) -> None:
     assert int(said[2]) <= sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
 
 
+def test_dcp_save(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "from", vocab_size=97)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = run(*launch, str(EXAMPLES / "dcp_save.py"), str(tmp_path / "from"), str(tmp_path / "to"))
+    assert re.search(r"saved \w+", said)
+    saved, expected = model_of(tmp_path / "to").state_dict(), model_of(tmp_path / "from").state_dict()
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], each) for name, each in expected.items())
+
+
 def test_fsdp2(longshore: Longshore, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path, vocab_size=97)  # rows that two cannot share evenly
     said = run(
