@@ -97,6 +97,7 @@ class Begun(ManifestEntry):
     journal_etag: str | None
     state: str = ""  # of the journal
     in_order: bool = False  # one process writes all parts of a file, in order (`storage.stores.parts`)
+    continues: bool = False  # uploads of an interrupted save, which may have sent parts that its journal lacks
 
 
 def begin_save(
@@ -198,6 +199,7 @@ def begin_save(
         journal_etag=stored.etag,
         state=state,
         in_order=writes.in_order,
+        continues=can_continue,
     )
 
 
@@ -466,7 +468,7 @@ class CheckpointWriter:
                     if self._begun.in_order and number + 1 == len(layout.parts):
                         tag = self._complete(shard).etag or ""
             except StoreError as error:
-                if known is None or error.details.get("status") != 501:
+                if not self._begun.continues or error.details.get("status") != 501:
                     raise
                 raise PartsDiffer("the store cannot replace a part of the interrupted save", part=number) from error
             record = PartRecord(shard=shard, part=number, tag=tag, digests=digests)
@@ -610,8 +612,10 @@ class CheckpointWriter:
             functools.partial(with_retries, functools.partial(self._store.delete, key), self._policy)
             for key in (SIGNATURE_KEY, AMAX_KEY, BEFORE_KEY)
         ]
-        # Beginnings whose answers were lost.
-        steps.append(lambda: abort_uploads(self._store, f"model-{self._begun.revision}-", self._policy))
+        steps += [  # beginnings whose answers were lost
+            functools.partial(abort_uploads, self._store, prefix, self._policy)
+            for prefix in (f"model-{self._begun.revision}-", COPY_PROBE_KEY)
+        ]
         steps.append(self._journal.remove)
         errors = []
         for step in steps:
