@@ -34,7 +34,8 @@ from cluster.errors import ConfigError, UpdateRefused
 from cluster.small_files import ModelSource
 from engines import warn_of_version
 from engines.filling import Weights, fill, log_report, reader_group, source_of
-from engines.resident_weights import ResidentWeights, Update, Watch, pack, take_together, text_of
+from engines.resident_weights import ResidentWeights, Update, pack, take_together, text_of
+from engines.written_weights import Watch
 
 TESTED = ("0.5.23", "0.5.23")  # oldest and newest version that tests have run
 _LOG = logging.getLogger("sglang.longshore")

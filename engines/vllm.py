@@ -36,7 +36,8 @@ from cluster.joining.patience import in_thread
 from cluster.small_files import LOAD_FORMAT, ModelSource
 from engines import warn_of_version
 from engines.filling import Weights, fill, log_report, reader_group, source_of
-from engines.resident_weights import ResidentWeights, Watch
+from engines.resident_weights import ResidentWeights
+from engines.written_weights import Watch
 from storage.problems import MAX_LISTED, quote
 
 TESTED = ("0.29", "0.32")  # oldest and newest version that tests have run

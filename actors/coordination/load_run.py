@@ -431,9 +431,10 @@ class LoadRun:
         record = self._record
         plan = record.plan or record.outline or await self._parts.source.plan()
         answers = await asyncio.gather(*(self._node_report(node_id) for node_id in record.nodes))
-        return make_report(record, plan, answers)
+        return make_report(record, plan, [answer for answer in answers if answer is not None])
 
-    async def _node_report(self, node_id: str) -> NodeReport:
+    async def _node_report(self, node_id: str) -> NodeReport | None:
+        """Return the report of a node, or None if its ranks were removed meanwhile."""
         while True:
             try:
                 report: NodeReport = await self._parts.agents.ask(
@@ -441,6 +442,8 @@ class LoadRun:
                 )
                 return report
             except ModelNotFound:  # the agent was restarted just now, and its ranks need nothing of it
+                if not self._record.attempts_on(node_id):
+                    return None
                 await self.begin_on(node_id)
 
     async def _event(self, kind: type[load_state.Event]) -> None:

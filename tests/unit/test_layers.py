@@ -48,6 +48,7 @@ AT_MODULE_LEVEL = {
         "actors/reader/lazy_tensor",
         "engines/filling",
         "engines/resident_weights",
+        "engines/written_weights",
         "engines/vllm_updates",
         "engines/sglang",
         "actors/saving/background",

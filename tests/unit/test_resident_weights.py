@@ -27,12 +27,12 @@ from engines.resident_weights import (
     EngineUpdateReport,
     ResidentWeights,
     Update,
-    Watch,
     changed_tensors,
     error_of,
     text_of,
     together,
 )
+from engines.written_weights import Watch
 from tests.support.free_ports import free_ports
 
 pytestmark = pytest.mark.slow
