@@ -138,12 +138,7 @@ def begin_save(
     policy = policy or RetryPolicy()
     writes = writes_parts(store)
     manifest, info = published(store, policy)
-    if has_other_weights(store, policy):
-        raise SaveRefused(
-            f"the folder has a {SINGLE_KEY}, which transformers would load in the place of what is saved",
-            hint="name a new folder, or remove that file",
-            uri=store.uri,
-        )
+    _check_weights(store, policy)
     replaced = saved_revision(manifest, revision_of_file)
     used = [] if manifest is None else [shard.path for shard in manifest.shards]
     journal, etag = read_journal(store, policy)
@@ -211,10 +206,12 @@ def claim_state(store: ObjectStore, number: str, policy: RetryPolicy | None = No
 
     Raises:
         SaveConflict: Another save began at the same time.
+        SaveRefused: The folder has a model.safetensors.
         StoreError: The store cannot be written.
     """
     policy = policy or RetryPolicy()
     manifest, info = published(store, policy)
+    _check_weights(store, policy)
     journal, etag = read_journal(store, policy)
     if journal is None:
         journal = _journal((), new_revision(), fingerprint((), ""), (), (), "")
@@ -227,6 +224,15 @@ def claim_state(store: ObjectStore, number: str, policy: RetryPolicy | None = No
     except ObjectChanged as error:
         raise _conflict(store) from error
     return state
+
+
+def _check_weights(store: ObjectStore, policy: RetryPolicy) -> None:
+    if has_other_weights(store, policy):
+        raise SaveRefused(
+            f"the folder has a {SINGLE_KEY}, which transformers would load in the place of what is saved",
+            hint="name a new folder, or remove that file",
+            uri=store.uri,
+        )
 
 
 def has_other_weights(store: ObjectStore, policy: RetryPolicy) -> bool:

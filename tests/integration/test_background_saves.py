@@ -253,8 +253,10 @@ def test_a_broken_history_is_none(data: bytes) -> None:
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/model.safetensors").write_bytes(b"older weights")
-    with pytest.raises(SaveRefused, match="has a model"):
-        cluster.save(state(1), tmp_path / "other")
+    for more in ({}, {"extra_state": {"step": 1}}):
+        with pytest.raises(SaveRefused, match="has a model"):
+            cluster.save(state(1), tmp_path / "other", **more)
+        assert [path.name for path in (tmp_path / "other").iterdir()] == ["model.safetensors"]
     with pytest.raises(SaveRefused, match="names of a model"):
         cluster.save(state(1), tmp_path / "m", optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
     with pytest.raises(SaveRefused, match="only a pickle"):
