@@ -208,32 +208,28 @@ def steps(keys: Iterable[str]) -> dict[str, Step]:
     }
 
 
-class _Malformed(ConvertError):
-    """A file of the checkpoint lacks a field that DeepSpeed writes, or has another type there."""
-
-
 def _field(state: object, key: str, *kinds: type, file: str) -> Any:
-    """Return a field of a state dict. Raises _Malformed unless it is there, of one of these types."""
+    """Return a field of a state dict. Raises ConvertError unless it is there, of one of these types."""
     value = state.get(key) if isinstance(state, dict) else None
     if not isinstance(value, kinds):
         kind = "is missing" if value is None else f"is a {type(value).__name__}"
-        raise _Malformed(f"{quote(file)}: {key} {kind}; was the file written by DeepSpeed?")
+        raise ConvertError(f"{quote(file)}: {key} {kind}; was the file written by DeepSpeed?")
     return value
 
 
 def _counts(value: object, file: str, what: str) -> tuple[int, ...]:
-    """Return a shape or another sequence of counts. Raises _Malformed for anything else."""
+    """Return a shape or another sequence of counts. Raises ConvertError for anything else."""
     if not is_shape(value):
-        raise _Malformed(f"{quote(file)}: {what} is not a shape")
+        raise ConvertError(f"{quote(file)}: {what} is not a shape")
     return tuple(value)
 
 
 def _numbers(value: object, file: str, what: str) -> tuple[int, ...]:
-    """Return counts that are no shape, one for each group or weight. Raises _Malformed for anything else."""
+    """Return counts that are no shape, one for each group or weight. Raises ConvertError for anything else."""
     if not isinstance(value, tuple | list) or len(value) > _MAX_WEIGHTS:
-        raise _Malformed(f"{quote(file)}: {what} is no list of counts")
+        raise ConvertError(f"{quote(file)}: {what} is no list of counts")
     if not all(type(one) is int and 0 <= one <= MAX_ELEMENTS for one in value):
-        raise _Malformed(f"{quote(file)}: {what} is no list of counts")
+        raise ConvertError(f"{quote(file)}: {what} is no list of counts")
     return tuple(value)
 
 
@@ -241,12 +237,12 @@ def _shapes(groups: object, file: str) -> list[Shapes]:
     """Return `param_shapes`, a dict of shapes for each group."""
     listed: list[Any] = groups if isinstance(groups, list) else [groups]
     if not all(isinstance(one, dict) and all(isinstance(name, str) for name in one) for one in listed):
-        raise _Malformed(f"{quote(file)}: param_shapes are no names with shapes")
+        raise ConvertError(f"{quote(file)}: param_shapes are no names with shapes")
     found: list[Shapes] = []
     known: set[str] = set()
     for one in listed:
         if not known.isdisjoint(one):  # the optimizer has each weight in one group
-            raise _Malformed(f"{quote(file)}: param_shapes has a name in two groups")
+            raise ConvertError(f"{quote(file)}: param_shapes has a name in two groups")
         known.update(one)
         found.append({name: _counts(shape, file, f"shape of {quote(name)}") for name, shape in one.items()})
     return found
@@ -266,20 +262,20 @@ class ModelState:
 
     @classmethod
     def check(cls, state: object, file: str) -> ModelState:
-        """Return the fields of an unpickled file. Raises _Malformed."""
+        """Return the fields of an unpickled file. Raises ConvertError."""
         shapes = _shapes(_field(state, "param_shapes", list, dict, file=file), file)
         buffers = _field(state, "buffer_names", list, file=file)
         shared = _field(state, "shared_params", dict, file=file)
         optional = {key: (state.get(key) if isinstance(state, dict) else None) or {} for key in _OPTIONAL}
         if optional["ds_autoep_layers"] or optional["autoep_layers"]:
-            raise _Malformed(f"{quote(file)}: experts are divided by DeepSpeed's AutoEP; {_TO_UNIVERSAL}")
+            raise ConvertError(f"{quote(file)}: experts are divided by DeepSpeed's AutoEP; {_TO_UNIVERSAL}")
         for key in ("module", "frozen_param_fragments"):
             if not isinstance(optional[key], dict):
-                raise _Malformed(f"{quote(file)}: {key} is a {type(optional[key]).__name__}, not a dict")
+                raise ConvertError(f"{quote(file)}: {key} is a {type(optional[key]).__name__}, not a dict")
         module = {key: one for key, one in optional["module"].items() if isinstance(one, StoredTensor)}
         frozen = {key: one for key, one in optional["frozen_param_fragments"].items() if isinstance(one, StoredTensor)}
         if not all(isinstance(one, str) for one in (*buffers, *shared, *shared.values(), *module, *frozen)):
-            raise _Malformed(f"{quote(file)}: names of weights are no strings")
+            raise ConvertError(f"{quote(file)}: names of weights are no strings")
         frozen_shapes = _shapes(optional["frozen_param_shapes"], file)[0]
         return cls(file, shapes, module, tuple(buffers), shared, frozen, frozen_shapes)
 
@@ -299,7 +295,7 @@ class Partition:
 
     @classmethod
     def check(cls, state: object, file: str) -> Partition:
-        """Return the fields of an unpickled file. Raises _Malformed."""
+        """Return the fields of an unpickled file. Raises ConvertError."""
         fields: dict[Any, Any] = _field(state, "optimizer_state_dict", dict, file=file)
         # The optimizer for bfloat16 that accumulates gradients in float32 is of stage 1, and does not say so.
         stage = fields.get("zero_stage", 1)
@@ -308,32 +304,32 @@ class Partition:
         elif isinstance(stage, Global):
             stage = _STAGES.get(stage.name, 0)
         if stage not in (1, 2, 3):
-            raise _Malformed(f"{quote(file)}: zero_stage is not 1, 2 or 3")
+            raise ConvertError(f"{quote(file)}: zero_stage is not 1, 2 or 3")
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         groups = _field(fields, key, list, file=file)
         counts = _field(fields, "partition_count", int, list, file=file)
         counts = _numbers(counts if isinstance(counts, list) else [counts], file, "partition_count")
         if len(set(counts)) != 1:
             parts = quote(sorted(set(counts)))
-            raise _Malformed(f"{quote(file)}: groups with {parts} parts, as for experts; {_TO_UNIVERSAL}")
+            raise ConvertError(f"{quote(file)}: groups with {parts} parts, as for experts; {_TO_UNIVERSAL}")
         paddings = fields.get("param_alignment_paddings")
         if paddings is not None:
             paddings = _field(fields, "param_alignment_paddings", list, file=file)
             if sum(len(one) for one in paddings if isinstance(one, list | tuple)) > _MAX_WEIGHTS:
-                raise _Malformed(f"{quote(file)}: param_alignment_paddings has more than {_MAX_WEIGHTS} weights")
+                raise ConvertError(f"{quote(file)}: param_alignment_paddings has more than {_MAX_WEIGHTS} weights")
             paddings = tuple(_numbers(one, file, "param_alignment_paddings") for one in paddings)
         runs = tuple(_run(one, file, f"{key}[{number}]") for number, one in enumerate(groups))
         return cls(file, stage, counts[0], runs, paddings)
 
 
 def _run(tensor: object, file: str, what: str) -> Run:
-    """Return a flat tensor as a run. Raises _Malformed for anything else."""
+    """Return a flat tensor as a run. Raises ConvertError for anything else."""
     if (
         not isinstance(tensor, StoredTensor)
         or len(tensor.shape) != 1
         or (tensor.strides != (1,) and tensor.shape[0] > 1)
     ):
-        raise _Malformed(f"{quote(file)}: {what} is not a flat tensor")
+        raise ConvertError(f"{quote(file)}: {what} is not a flat tensor")
     return Run(tensor.file, tensor.offset_bytes, tensor.shape[0], tensor.dtype)
 
 
@@ -547,7 +543,7 @@ def read(store: ObjectStore, listing: Mapping[str, ObjectInfo]) -> Source:
                 tensors = universal_tensors(weights, models, problems)
             else:
                 tensors = zero_tensors(models, parts, problems)
-        except _Malformed as exc:
+        except ConvertError as exc:
             problems.add(exc.message)
     tensors = [replace(tensor, name=clean_name(tensor.name)) for tensor in tensors]
     for name, count in Counter(tensor.name for tensor in tensors).items():

@@ -560,7 +560,7 @@ with cluster.safe_open(folder / "first", config=config) as f:
 @pytest.mark.parametrize(
     ("hosts", "own", "why"),
     [
-        ({}, {"slot_bytes": 2 << 20, "chunk_bytes": 2 << 20}, "too small"),
+        ({}, {"slot_bytes": 4 << 20, "chunk_bytes": 4 << 20}, "too small"),
         ({"arena_bytes": 3 << 20, "window_bytes": 3 << 20}, {}, "other readers hold the slots"),
     ],
 )
