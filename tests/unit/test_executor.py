@@ -452,7 +452,7 @@ def test_lost_answers_do_not_wait_for_a_deadline(shm_dir: Path):
 
 def test_a_complete_rank_survives_the_loss_of_its_agent(shm_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("actors.rank.loader.AGENT_BACK_S", 0.2)
-    objects = flat_objects(tensors=2)
+    objects = flat_objects(tensors=1)  # one chunk, so one copy
     plan = plan_of(objects, (1, 1, 1), 4096)
     with local_node(shm_dir, slots=8) as node:
         link = SwitchedLink(node.agent)
