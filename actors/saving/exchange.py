@@ -96,6 +96,7 @@ class Ranks:
         self._watch: _Watch | None = None
         self._group: Any = None
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._run, name="save-exchange", daemon=True)
         import torch.distributed as dist
 
         own = process_group is None and not (dist.is_available() and dist.is_initialized())
@@ -127,7 +128,7 @@ class Ranks:
         number = _saves[self._name] = _saves.get(self._name, 0) + 1
         prefix = f"longshore/save/{self._name}/{number}"
         self._watch = _Watch(store, prefix, self.rank, self.size, timeout_s)
-        threading.Thread(target=self._run, name="save-exchange", daemon=True).start()
+        self._worker.start()
         try:
             self._group = self.run(lambda: self._join(store, prefix))
         except BaseException as error:
@@ -260,6 +261,9 @@ class Ranks:
                 watch.wait_until_told()
         watch.close()
         self._work.put(None)
+        if error is None:  # or it may wait for another rank for long
+            # The interpreter aborts if it ends while this thread frees tensors.
+            self._worker.join(5)
 
     def _run(self) -> None:
         while (job := self._work.get()) is not None:
