@@ -63,7 +63,8 @@ def places(updater):
 def watch(original, updater, *args, **more):
     before = places(updater)
     result = original(updater, *args, **more)
-    print("in place:", updater.tp_worker.model_runner.weight_updater.tp_rank, before == places(updater), flush=True)
+    rank = updater.tp_worker.model_runner.weight_updater.tp_rank
+    print(f"in place: {rank} {before == places(updater)}", flush=True)  # one piece: both ranks write at one moment
     return result
 
 HookRegistry.register(f"{UPDATER}.update_weights_from_disk", watch, HookType.AROUND)
