@@ -21,6 +21,7 @@ from storage.checkpoints.replaced_files import BEFORE_KEY
 from storage.checkpoints.safetensors_header import parse_header
 from storage.publishing.saves import SavesReport
 from storage.stores.embedded_s3 import EmbeddedS3
+from tests.support.free_ports import free_ports
 from tests.support.s3_servers import START_S
 from tests.support.save_job import LAST_ROUND, Ended, run_jobs, small_files, small_tensors, step_name
 
@@ -130,7 +131,8 @@ def stores(cases: list[Case], base: Path, folder: Path) -> Iterator[None]:
                 case.uri = f"s3://models/{case.number}"
                 case.server = server
             if case.who in (AWAY, BACK):
-                case.server = EmbeddedS3(case.root.parent.parent, **KEYS, start_timeout_s=START_S)
+                (port,) = free_ports(1)  # one that nobody takes while the server is away
+                case.server = EmbeddedS3(case.root.parent.parent, **KEYS, port=port, start_timeout_s=START_S)
                 case.job["store_pid"] = case.server.pid
             if case.who == BACK:
                 back = threading.Thread(target=bring_back, args=(case, case.server.pid, over))
