@@ -105,7 +105,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class EngineUpdateReport:
-    """What an update of an engine did. Bytes are those of all its processes."""
+    """The result of an update of an engine. Bytes are those of all its processes."""
 
     revision: str
     tensors: int  # of the checkpoint

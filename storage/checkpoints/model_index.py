@@ -4,11 +4,11 @@ It is read from a published manifest (chunks have digests) or derived from the s
 
 Pure functions decide from the header where the chunks of one shard end:
 
-    [header][ small small small ][ rows of a large tensor ][ more rows ][ last rows, small ]
+    [header][ small small small ][ rows of a large tensor ][ more rows ][ last rows ][ small small ]
 
-The header has its own chunk or chunks, so that data chunks contain only tensor bytes. A data chunk ends at the end of a
-tensor, else at the end of a row (a slice along dimension 0). So a rank that needs whole tensors or rows reads few bytes
-that it does not need. Only a row larger than half a chunk is cut inside.
+The header has its own chunk or chunks, so that data chunks contain only tensor bytes. A large tensor shares no chunk.
+Its chunks end with rows (slices along dimension 0). So a rank that needs whole tensors or rows reads few bytes that it
+does not need. Only a row larger than half a chunk is cut inside.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ Cut = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Layout(NamedTuple):
-    """How many ranks divide tensors, layers and experts. Their product is 2."""
+    """The numbers of ranks that divide tensors, layers and experts. Their product is 2."""
 
     tensor: int = 1
     pipeline: int = 1
